@@ -1,0 +1,7 @@
+#include "bind.h"
+
+namespace stepwell::bind {
+
+void bind_mover(nb::module_&) {}
+
+}  // namespace stepwell::bind

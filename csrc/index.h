@@ -1,0 +1,187 @@
+// Tokens and keys -> pages; and per page and tier: residency, slot, claims, pins, rank. Everything under one mutex.
+//
+// Structure. A radix tree over tokens with page-aligned edges per (namespace, epoch); a page table keyed by (key, kind,
+// epoch); page records as structure of arrays, ids of one insertion contiguous. Each page names its parent page, and counts its children: a page record
+// lives while it is claimed or resident anywhere, pinned, or has children (a tombstone: the chain below it stays findable).
+//
+// Invariants, after every call (check() verifies them):
+//   I1  per tier: free + arriving + resident + leaving + quarantined = capacity (leaving includes slots on their way back, see finish()).
+//   I2  a slot belongs to at most one page, or to a private holder, or is free.
+//   I3  moves obey residency.h; a page pinned in a tier is RESIDENT there.
+//   I4  rank is monotone along a chain: of two resident pages of one tier, the ancestor leaves later.
+//   I5  a match never reports past the first page that is RESIDENT in no usable tier.
+//   I6  every pin has a lease or a claim that will return it.
+//
+// Threads: any. The mutex is never held over a copy, I/O, hashing, or a call out of this file.
+// Sources: RadixAttention (arXiv 2312.07104) for the tree; pins on edges and deferred touches are ours.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "geometry.h"
+#include "residency.h"
+#include "status.h"
+
+namespace stepwell {
+
+using PageId = uint32_t;
+constexpr PageId kNoPage = UINT32_MAX;
+using TierMask = uint8_t;  // 1 << tier
+constexpr TierMask mask(Tier tier) { return static_cast<TierMask>(1u << static_cast<unsigned>(tier)); }
+
+// Why a match ended where it did (of the first page past its end).
+enum class Miss : uint8_t { kNone = 0, kAbsent = 1, kPending = 2, kQuarantined = 3, kPoisoned = 4 };
+
+enum class ClaimOutcome : uint8_t {
+  kNone = 0,     // tier not asked for
+  kNew = 1,      // claimed: ARRIVING, slot and number are set
+  kPending = 2,  // another claim is bringing it
+  kPresent = 3,  // RESIDENT (or was LEAVING and is kept)
+  kFull = 4,     // no free slot in the tier
+  kRefused = 5,  // quarantined in that tier
+};
+
+struct Span {
+  uint32_t first_page;
+  uint32_t pages;
+  Tier tier;  // the fastest usable tier in which each of them is RESIDENT, and in which they are pinned
+};
+
+struct MatchResult {
+  uint64_t lease = 0;    // 0 when pages == 0 (nothing pinned)
+  uint32_t pages = 0;
+  uint32_t pending = 0;  // pages directly behind `pages` that are ARRIVING in a usable tier (or resident behind such a page)
+  Miss miss = Miss::kNone;
+  std::vector<Span> spans;
+};
+
+struct TierCounts {
+  uint64_t capacity = 0, free = 0, arriving = 0, resident = 0, leaving = 0, quarantined = 0;
+  uint64_t pinned = 0;     // RESIDENT and not evictable because of a pin
+};
+
+// Column [i * kTiers + tier] of a claim over n pages.
+struct ClaimBatch {
+  std::vector<PageId> pages;            // [n]; kNoPage where nothing is claimed and nothing present
+  std::vector<ClaimOutcome> outcomes;   // [n * kTiers]
+  std::vector<uint32_t> slots;          // [n * kTiers]; slot of a kNew claim; of a kPresent one where this claim pinned the page; else kNoSlot
+  std::vector<uint32_t> numbers;        // [n * kTiers]; claim number of kNew
+  uint32_t full_at = UINT32_MAX;        // first page that got no slot in any tier asked for; pages from there on were not looked at
+};
+
+struct Victim {
+  PageId page;
+  uint32_t slot;
+  uint32_t number;
+};
+
+class Index {
+ public:
+  explicit Index(uint32_t page_tokens);
+  ~Index();
+  Index(const Index&) = delete;
+  Index& operator=(const Index&) = delete;
+
+  // ---- slots -------------------------------------------------------------------------------------------------
+  // Adds [first, first+count) as free slots. REQUIRES no overlap.
+  void add_slots(Tier tier, uint32_t first, uint32_t count);
+  // No new claims from this range from now on. Its free slots leave `free` and capacity at drop_slots().
+  void close_slots(Tier tier, uint32_t first);
+  // Removes the range if all its slots are free; else returns how many are not.
+  uint32_t drop_slots(Tier tier, uint32_t first);
+
+  // ---- namespaces, epochs ------------------------------------------------------------------------------------
+  uint32_t open_namespace(const uint8_t* seed);  // 32 bytes or nullptr; the same id for the same seed
+  // Pages of other epochs are misses from now on and leave first; running claims of them can still commit and are misses too.
+  void set_epoch(uint64_t epoch);
+  uint64_t epoch() const;
+
+  // ---- match -------------------------------------------------------------------------------------------------
+  // The longest prefix of whole pages, each RESIDENT in a tier of `usable`, pinned. Walks the tree; past its end hashes the tokens
+  // (outside the mutex, in batches, stopping at the first unknown key) and probes the page table; pages found by key are grafted into
+  // the tree with these tokens. LEAVING pages that are resident nowhere else are kept (Move::kKeep). REQUIRES tokens >= 0.
+  // A touch of the path is logged and applied later, in call order.
+  MatchResult match_and_pin(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable);
+  // The same without pinning, touching or keeping: how many pages would match. Cost: no writes.
+  uint32_t match_length(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable, uint32_t* pending);
+  // Leading run of keys, pinned one by one.
+  MatchResult match_keys_and_pin(const Key* keys, uint32_t count, uint8_t kind, TierMask usable);
+  // Pages, tiers and slots of a lease, in order, from `first_page` on. Returns how many were written. REQUIRES the lease is live.
+  uint32_t lease_pages(uint64_t lease, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers, uint32_t* slots) const;
+  void retain(uint64_t lease);   // one more owner
+  bool release(uint64_t lease);  // false: unknown or already released by all (a double release: the caller raises)
+  // Drops the pins past `pages`; the lease then covers the first `pages` only.
+  void shorten(uint64_t lease, uint32_t pages);
+
+  // ---- claims ------------------------------------------------------------------------------------------------
+  // For pages [first_page, total) of the chain given by tokens (all from 0; count >= total * page_tokens) and keys[total]: claims each that is ABSENT
+  // in a tier of `tiers`. Inserts the path. Stops at the first page that is then neither present, pending nor new in any of `tiers` (full_at).
+  // Every page with a kNew outcome is page-pinned once (all tiers) until unpin_pages().
+  void claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
+                    ClaimBatch* out);
+  // The same for keys without tokens: consecutive keys are chained; parent of the first: state and key. Does not stop at a full page.
+  void claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent, TierMask tiers,
+                         ClaimBatch* out);
+  // For pages that the caller has pinned by `lease` (all of it): claims those ABSENT in `tier`, e.g. to promote. outcomes[n] of that tier only.
+  void claim_leased(uint64_t lease, Tier tier, ClaimBatch* out);
+  // kOk, or kStale where the page has moved on (nothing changed). Commit enters the page's rank as just used. A commit of a page of an old epoch succeeds.
+  Status commit(PageId page, Tier tier, uint32_t number);
+  // ARRIVING -> ABSENT; the slot is free again (its record was never published, or is odd).
+  Status abort(PageId page, Tier tier, uint32_t number);
+  void unpin_pages(const PageId* pages, size_t count);
+  void labels(const PageId* pages, size_t count, Label* out) const;
+
+  // ---- eviction ----------------------------------------------------------------------------------------------
+  // Up to n unpinned RESIDENT pages of lowest rank become LEAVING. only_range: only slots of the range that starts there (kNoSlot: any).
+  void claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out);
+  // LEAVING -> ABSENT. The slot is then neither the page's nor free: retire its record, then free_slots(). kStale: kept by a match meanwhile.
+  Status finish(PageId page, Tier tier, uint32_t number);
+  Status keep(PageId page, Tier tier, uint32_t number);  // LEAVING -> RESIDENT
+  void free_slots(Tier tier, const uint32_t* slots, size_t count);
+  // RESIDENT -> QUARANTINED (a LEAVING page is kept first). False where it is neither.
+  bool quarantine(PageId page, Tier tier, uint32_t slot);
+  // Quarantined pages with pins 0, each handed out once until mend().
+  void claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out);
+  // QUARANTINED -> ABSENT if mended (then free_slots()); else it stays and is not handed out again.
+  Status mend(PageId page, Tier tier, uint32_t number, bool mended);
+  // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) LEAVING in all tiers given; deepest first. For forget().
+  void claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages, TierMask tiers,
+                   std::vector<Victim> out[kTiers]);
+
+  // ---- private slots (device pages that are being computed and have no key yet) ----------------------------------
+  // Counted as arriving. Takes n or none.
+  bool take_private(Tier tier, uint32_t n, uint32_t* slots);
+  void free_private(Tier tier, const uint32_t* slots, size_t count);
+  // Gives the private slot the place of page `page` of the chain: RESIDENT, page-pinned once for the caller. kOk: published; kPending/kPresent
+  // as ClaimOutcome says: another has it, the slot stays private; *published_page = the page either way.
+  ClaimOutcome publish_private(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t page, Tier tier, uint32_t slot,
+                               PageId* published_page);
+
+  // ---- recovery, export, statistics --------------------------------------------------------------------------
+  // Pages of an adopted volume: RESIDENT, outside the tree until a query grafts them; ranked by stamp. accepted[i] = 0: the key is resident already in
+  // this tier or the slot is not free (the caller retires the record).
+  void recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted);
+  // Slots of RESIDENT pages, first to leave first.
+  void rank_order(Tier tier, std::vector<uint32_t>* slots) const;
+  std::array<Residency, kTiers> state(const Key& key, uint8_t kind) const;
+  // Longest run of keys[i] RESIDENT in `usable` without a pin; tiers[i] = fastest tier or 0xff.
+  uint32_t probe(const Key* keys, uint32_t count, uint8_t kind, TierMask usable, uint8_t* tiers) const;
+  TierCounts counts(Tier tier) const;
+  uint64_t pages() const;   // page records
+  uint64_t nodes() const;   // tree edges
+  uint64_t leases() const;
+  void poison() noexcept;   // from now on every lookup misses
+  bool poisoned() const noexcept;
+  // Verifies I1..I6 by a full scan; "" or what is wrong. For tests and `verify`.
+  std::string check() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace stepwell

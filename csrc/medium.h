@@ -1,0 +1,64 @@
+// What the mover asks of any place that holds pages: the C++ half of the tier contract.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "geometry.h"
+#include "status.h"
+
+namespace stepwell {
+
+// A worker's private memory: one page-sized, 4096-aligned buffer for a source, one for a target, and the checksums of
+// both. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes to it.
+class Scratch {
+ public:
+  std::byte* source(size_t bytes);
+  std::byte* target(size_t bytes);
+  std::vector<uint32_t> source_checksums;
+  std::vector<uint32_t> target_checksums;
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const noexcept;
+  };
+  std::unique_ptr<std::byte, Free> source_, target_;
+  size_t source_bytes_ = 0, target_bytes_ = 0;
+};
+
+// A page that can be read: contiguous canonical bytes and the layer checksums they must have.
+struct PageSource {
+  const std::byte* bytes = nullptr;
+  const uint32_t* checksums = nullptr;
+  bool guarded = false;  // bytes lie in a mapping: touch them through guard:: only
+};
+
+// A page that is being written: fill bytes, layer by layer, then finish_write().
+struct PageTarget {
+  std::byte* bytes = nullptr;
+  bool guarded = false;
+};
+
+// Threads: all methods may be called from any worker, on different slots at once; on one slot only by the holder of its claim
+// (writes, retire) or of a pin (reads). No method takes the index mutex.
+class Medium {
+ public:
+  virtual ~Medium() = default;
+  // True where reading or writing is file I/O: such work belongs on sw-io threads.
+  virtual bool does_io() const noexcept = 0;
+  // Makes the page readable under a pin. kStale: the record names another page (key, epoch, kind) or none;
+  // kChecksum: record or checksum array damaged; kBusFault, kIOError.
+  virtual Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept = 0;
+  // FORMAT.md 3.1. Opens the slot for writing; the bytes then go to target->bytes.
+  virtual Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept = 0;
+  // FORMAT.md 3.2-3.6: orders the bytes, writes checksums and record, publishes.
+  virtual Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept = 0;
+  // Frees the slot's record: nobody can find the page any more. Done before the index gets the slot back.
+  virtual Status retire(uint32_t slot) noexcept = 0;
+  // Writes a pattern over the slot and reads it back: the way out of quarantine.
+  virtual Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept = 0;
+};
+
+}  // namespace stepwell

@@ -1,0 +1,138 @@
+// A batch of page copies and what follows them, as data; the gate; the inbox.
+//
+// A page of a transfer has one source and up to four sinks:
+//     source: the lent pool (column kPoolColumn) or a tier;  sinks: tiers (each an ARRIVING claim) and, for a load, the lent pool.
+// What follows, executed by the mover, page by page: commit or abort of each sink's claim; quarantine of a source whose checksum is wrong;
+// finish or keep of a source that is LEAVING; at the end: unpin of the pages, release of the lease, the completion into the inbox, the keep-alive tokens into
+// the retire list. Nobody has to poll for the state to be right.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "copy.h"
+#include "index.h"
+#include "medium.h"
+#include "queue.h"
+#include "status.h"
+
+namespace stepwell {
+
+class Mover;
+
+// Columns of a page: the lent pool, then the tiers that have a medium (device pages travel as a lent pool).
+constexpr int kPoolColumn = 0;  // in place of Tier::kDevice
+enum class Role : uint8_t { kUnused = 0, kSource = 1, kSink = 2 };
+
+struct PageCopy {
+  PageId page = kNoPage;
+  Label label;
+  std::array<Role, kTiers> roles{};        // [column]
+  std::array<uint32_t, kTiers> slots{};    // [column]; for the pool: its slot
+  std::array<uint32_t, kTiers> numbers{};  // [column]; claim number of a tier sink; of a LEAVING source (leaving == true)
+};
+
+struct TransferSpec {
+  std::vector<PageCopy> pages;
+  std::shared_ptr<const PoolLayout> pool;  // where a page uses the pool column
+  bool layer_order = false;                // loads: layer by layer, all pages of a layer before the next
+  bool source_leaving = false;             // sources are LEAVING claims (tier of the source column; column 0 = Tier::kDevice)
+  WorkClass work_class = WorkClass::kLoad;
+  bool unpin_pages = false;                // page pins of claim_absent are returned at the end
+  uint64_t lease = 0;                      // released at the end (the submitter retained it for the transfer)
+  uint64_t tag = 0;                        // comes back in the inbox
+  uint64_t keep_alive = 0;                 // token for the retire list; 0: none
+  uint64_t epoch = 0;                      // informational
+};
+
+// Lets workers into the caller's memory until it is closed.
+class Gate {
+ public:
+  bool enter() noexcept;   // false once closed
+  void leave() noexcept;
+  void close() noexcept;   // returns when nobody is inside; each stay is one layer copy
+ private:
+  std::atomic<uint32_t> state_{0};  // bit 31: closed; low bits: how many are inside
+};
+
+struct Completion {
+  uint64_t tag = 0;
+  uint32_t pages = 0;
+  uint32_t ok_pages = 0;
+  Status status = Status::kOk;  // first failure, or kOk
+};
+
+// Completions of one submitter. Room for a transfer's completion is taken when it is submitted.
+class Inbox {
+ public:
+  explicit Inbox(size_t capacity);  // throws std::system_error where eventfd fails
+  ~Inbox();
+  bool try_reserve();
+  void unreserve();
+  void push(const Completion& completion) noexcept;  // REQUIRES a reservation
+  size_t poll(size_t most, std::vector<Completion>* out);  // never waits
+  int fileno() const noexcept { return event_fd_; }        // readable while completions wait
+  void close() noexcept;
+
+ private:
+  mutable std::mutex mutex_;
+  size_t capacity_;
+  size_t reserved_ = 0;
+  std::vector<Completion> ready_;
+  int event_fd_ = -1;
+};
+
+// Tokens of Python buffers whose last use has passed; drained by any call that holds the GIL.
+class RetireList {
+ public:
+  void push(uint64_t token) noexcept;
+  std::vector<uint64_t> drain();
+
+ private:
+  std::mutex mutex_;
+  std::vector<uint64_t> tokens_;
+};
+
+// A submitted transfer. Shared by the mover and whoever watches it; dropping the watcher's reference detaches.
+// States: queued -> running -> done. `done` means: every page decided, every continuation executed.
+class Transfer {
+ public:
+  bool done() const noexcept;
+  // True once no worker will touch the caller's memory again (saves: after the first stage; always at the end).
+  bool source_released() const noexcept;
+  // Layers of the pool sink that have landed verified for all pages that did not fail. Readable without any lock.
+  uint32_t layers_done() const noexcept;
+  // True when done within timeout_s (< 0: no limit).
+  bool wait(double timeout_s) const;
+  // Stops what has not started; what is being copied finishes. Every claim is returned either way.
+  void cancel() noexcept;
+  // Closes the gate: when it returns no byte can land in the caller's memory; pages that had not landed report kDeadline.
+  // The rest of the transfer goes on without the pool.
+  void close_gate() noexcept;
+  // Per page; kPending where not decided. A load: kOk = all its bytes are in the pool, verified. A save: kOk = resident in every sink.
+  std::vector<Status> page_status() const;
+  // Bit c: column c's sink was committed (tiers) or landed (pool).
+  std::vector<uint8_t> landed() const;
+  uint64_t tag() const noexcept { return spec_.tag; }
+  size_t pages() const noexcept { return spec_.pages.size(); }
+  uint64_t bytes_moved() const noexcept;   // payload bytes copied into sinks
+  double seconds() const noexcept;         // submit to done; 0 before
+
+ private:
+  friend class Mover;
+  explicit Transfer(TransferSpec spec);
+  TransferSpec spec_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable condition_;
+  Gate gate_;
+  // The mover's bookkeeping: see mover.cc.
+  struct Progress;
+  std::unique_ptr<Progress, void (*)(Progress*)> progress_;
+};
+
+}  // namespace stepwell

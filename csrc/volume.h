@@ -1,0 +1,136 @@
+// Shared and disk volumes as media: the format and the protocols of src/stepwell/tiers/FORMAT.md.
+//
+// One Volume = the files of one volume, opened by its one writer (who holds its lock; taking locks, names and budget is
+// src/stepwell/tiers/volumes.py's business). VolumeSet = all volumes of one tier of this process as one medium.
+// Slot numbers outside this file are global: volume number << 20 | slot in the volume.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "file.h"
+#include "medium.h"
+
+namespace stepwell {
+
+constexpr uint32_t kSlotBits = 20;
+constexpr uint32_t kMaxVolumes = 1u << (32 - kSlotBits);
+
+enum class VolumeMedium : uint8_t { kShared = 1, kDisk = 2 };
+
+// FORMAT.md 2.1, as numbers. encode() writes the 4096 bytes; decode() checks every field against every other and the file sizes.
+struct VolumeHeader {
+  std::array<uint8_t, 16> volume_id{};
+  std::array<uint8_t, 32> fingerprint{};
+  uint8_t kind = 1;
+  VolumeMedium medium = VolumeMedium::kShared;
+  uint32_t slots = 0;
+  uint32_t layers = 0;
+  uint32_t ring_entries = 4096;
+  uint64_t page_bytes = 0, slot_bytes = 0, alignment = 64;
+  uint64_t records_offset = 0, checksums_offset = 0, recency_offset = 0, ring_offset = 0, pages_offset = 0;
+  uint64_t metadata_bytes = 0, pages_bytes = 0;
+  std::array<uint8_t, 16> boot_id{};
+  uint64_t birth_ns = 0;
+  uint64_t epoch = 0;
+
+  // Lays out a volume of at most `volume_bytes` in all its files together. Throws std::invalid_argument where not one page fits.
+  static VolumeHeader plan(VolumeMedium medium, const PageShape& shape, uint64_t volume_bytes, uint64_t alignment,
+                           uint32_t ring_entries);
+  void encode(std::byte out[4096]) const noexcept;
+  // Empty string if right, else what is wrong with which value ("magic", "slots 0", "records overlap checksums", ...).
+  static std::string decode(const std::byte in[4096], uint64_t metadata_file_bytes, uint64_t pages_file_bytes, VolumeHeader* out);
+};
+
+// A slot record, FORMAT.md 2.2.
+struct SlotRecord {
+  uint64_t generation = 0;
+  Label label;
+  uint32_t length = 0;
+  uint32_t page_checksum = 0;
+  void encode(std::byte out[192]) const noexcept;                     // computes the record checksum
+  static bool decode(const std::byte in[192], SlotRecord* out) noexcept;  // false: a field out of bounds or a wrong checksum
+};
+
+struct RecoveredPage {
+  uint32_t slot;  // in the volume
+  Label label;
+  uint64_t generation;
+  uint64_t stamp;
+};
+
+// Invariant: this process holds the volume's lock while a Volume exists.
+class Volume final : public Medium {
+ public:
+  // Opens files that hold a complete volume. metadata: `.vol` or `.meta`; pages: invalid for a shared volume.
+  // Throws std::runtime_error with the reason (header damaged, sizes wrong, map failed, shape does not fit: names both).
+  Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io);
+  ~Volume() override;
+
+  bool does_io() const noexcept override { return header_.medium == VolumeMedium::kDisk; }
+  Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept override;
+  Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept override;
+  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept override;
+  Status retire(uint32_t slot) noexcept override;
+  Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
+
+  const VolumeHeader& header() const noexcept { return header_; }
+  // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps generations.
+  Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept;
+  // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4.
+  Status write_recency(const uint32_t* slots, size_t count) noexcept;
+  Status write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept;
+  // Touches the pages of the mapping in the background so that no save pays for first touch; stops when *stop. Shared only.
+  Status prefault(const std::atomic<bool>* stop) noexcept;
+
+ private:
+  Status load_generation(uint32_t slot, uint64_t* generation) noexcept;
+  Status store_generation(uint32_t slot, uint64_t generation) noexcept;
+  Status append_ring(uint32_t slot, uint64_t generation) noexcept;
+
+  PageShape shape_;
+  VolumeHeader header_;
+  Descriptor metadata_, pages_;
+  bool direct_io_;
+  std::byte* mapping_ = nullptr;  // shared: the whole file; disk: none
+  std::mutex meta_mutex_;         // ring counter and the append of its entry
+  uint64_t ring_counter_ = 0;
+  uint64_t next_stamp_ = 1;
+};
+
+// Reads one page of a volume that another process may be writing: FORMAT.md 4. Metadata by pread on `metadata`; bytes by pread on `pages` (the same
+// descriptor for a shared volume), or from `mapping` by guarded copy if that is not null.
+// target: page bytes of private memory. kOk: verified, of the wanted key at the wanted generation. kStale, kChecksum, kIOError, kBusFault: nothing
+// may be used.
+Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages, const std::byte* mapping,
+                         uint32_t slot, uint64_t generation, const Label& wanted, std::byte* target) noexcept;
+
+// All volumes of a tier in this process as one medium. add/remove: keeper or constructor only; remove REQUIRES that no slot of it is
+// claimed, resident or pinned (then no worker can be inside it).
+class VolumeSet final : public Medium {
+ public:
+  explicit VolumeSet(bool does_io) : does_io_(does_io) {}
+  uint32_t add(std::shared_ptr<Volume> volume);  // returns the volume number; throws std::length_error when 4096 are in use
+  std::shared_ptr<Volume> remove(uint32_t number);
+  std::shared_ptr<Volume> get(uint32_t number) const;
+
+  bool does_io() const noexcept override { return does_io_; }
+  Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept override;
+  Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept override;
+  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept override;
+  Status retire(uint32_t slot) noexcept override;
+  Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
+
+ private:
+  bool does_io_;
+  mutable std::mutex mutex_;  // owners_
+  std::vector<std::shared_ptr<Volume>> owners_;
+  std::array<std::atomic<Volume*>, kMaxVolumes> table_{};
+};
+
+}  // namespace stepwell

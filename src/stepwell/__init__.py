@@ -1,0 +1,1 @@
+"""Keep the KV cache of an LLM server in four tiers."""
