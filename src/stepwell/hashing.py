@@ -14,22 +14,71 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
-from stepwell.errors import TokenError
+from stepwell.errors import StepwellUsageError, TokenError
 
-__all__ = ["Tokens", "as_tokens", "namespace_seed", "prefix_hashes"]
+__all__ = ["Keys", "Namespace", "Tokens", "as_keys", "as_tokens", "epoch_number", "namespace_seed", "prefix_hashes"]
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.integer] | Sequence[int]
 """What every function that takes tokens accepts: int32[n] without a copy, other integer arrays and sequences of ints."""
 
+Keys = npt.NDArray[np.uint8] | Sequence[bytes]
+"""What every function that takes keys accepts: uint8[n, k] with k <= 64, or bytes of one length each."""
+
 DIGEST_BYTES: Final = 32
+MAX_KEY_BYTES: Final = 64
 MAX_TOKEN: Final = 2**31 - 1
 _NAMESPACE_TAG: Final = b"sglang-cache-namespace-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Keep the pages of one adapter (LoRA) and salt (tenant) apart from all others. None and "" are different."""
+
+    adapter: str | None = None
+    salt: str | None = None
+
+    def seed(self) -> bytes | None:
+        """Return what the first page's hash is chained on; see `namespace_seed`."""
+        return namespace_seed(self.adapter, self.salt)
+
+
+def epoch_number(epoch: int | str) -> int:
+    """Return the 64-bit number under which an epoch stands in records.
+
+    An int stands for itself; a string for the first 8 bytes of its SHA-256.
+
+    Raises:
+        StepwellUsageError: an int that is negative or over 64 bits.
+    """
+    if isinstance(epoch, str):
+        return int.from_bytes(hashlib.sha256(epoch.encode()).digest()[:8], "little")
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**64:
+        raise StepwellUsageError(f"epoch {epoch!r}: give a string, or an int from 0 to 2^64 - 1")
+    return epoch
+
+
+def as_keys(keys: Keys) -> npt.NDArray[np.uint8]:
+    """Return keys as uint8[n, k], contiguous.
+
+    Raises:
+        StepwellUsageError: not two-dimensional, not bytes, of different lengths, empty, or over 64 bytes.
+    """
+    if not isinstance(keys, np.ndarray):
+        lengths = {len(key) for key in keys}
+        if len(lengths) > 1:
+            raise StepwellUsageError(f"keys have lengths {sorted(lengths)}: give keys of one length a call")
+        width = lengths.pop() if lengths else DIGEST_BYTES
+        keys = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), width)
+    if keys.ndim != 2 or keys.dtype != np.uint8 or not 1 <= keys.shape[1] <= MAX_KEY_BYTES:
+        raise StepwellUsageError(f"keys are {keys.dtype}{list(keys.shape)}: give uint8[n, 1..{MAX_KEY_BYTES}]")
+    return np.ascontiguousarray(keys)
 
 
 def namespace_seed(adapter: str | None, salt: str | None) -> bytes | None:

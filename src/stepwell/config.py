@@ -1,0 +1,262 @@
+"""Hold the configuration of a store: one schema for arguments, files and the environment.
+
+Sizes are bytes: an int, or a string such as "8GiB" or "512 MiB" (binary units; "GB" is 10^9). Times are seconds.
+Every value is checked once, when the store opens; unknown names are refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stepwell.errors import BudgetError, StepwellUsageError
+from stepwell.geometry import PageGeometry
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+Size = int | str
+
+
+def parse_size(value: Size, *, name: str = "size") -> int:
+    """Turn a size into bytes.
+
+    Args:
+        value: bytes, or a number with a unit: "64MiB", "1.5 GiB", "200GB".
+        name: what the size is of; for the message.
+
+    Raises:
+        StepwellUsageError: not a size, or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise StepwellUsageError(f"{name}: {value!r} is not a size; give bytes or e.g. '8GiB'")
+    if isinstance(value, int):
+        if value < 0:
+            raise StepwellUsageError(f"{name}: {value} bytes is negative")
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None or found[2].lower() not in _UNITS:
+        raise StepwellUsageError(f"{name}: {value!r} is not a size; give bytes or e.g. '8GiB'")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+class DeviceTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Ask for a device tier that stepwell manages: a pool of JAX arrays.
+
+    pages: slots of the pool. step_bytes: how much one step() may scatter at most.
+    """
+
+    pages: int
+    step_bytes: Size = 64 * MIB
+
+
+class HostTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ask for host memory: private to the process, lost with it. capacity: bytes."""
+
+    capacity: Size
+
+
+class SharedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ask for a shared-memory tier: volumes in a tmpfs directory, alive past the process.
+
+    capacity: bytes that the directory may hold in all, whoever put them there; this process adds nothing past it.
+    path: the directory; made if missing, 0700. volume_bytes: size of a volume (default capacity / 32, between
+    64 MiB and 4 GiB, at most the capacity). share: bytes this process may claim back from neighbours that have more than
+    their own share (default capacity / 8, at least one volume).
+    """
+
+    capacity: Size
+    path: str = "/dev/shm/stepwell"  # noqa: S108
+    volume_bytes: Size | None = None
+    share: Size | None = None
+
+
+class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ask for a tier on a local disk. Fields as in SharedTier; direct_io: O_DIRECT where the file system has it."""
+
+    capacity: Size
+    path: str
+    volume_bytes: Size | None = None
+    share: Size | None = None
+    direct_io: bool = True
+
+
+class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Hold everything a store is opened with.
+
+    geometry: what a page's bytes are. epoch: of the weights; an int or any string. host: bytes or a HostTier.
+    copy_threads, io_threads: workers (small on purpose; 2 cores may be all there is). queue_units: bound of each work queue.
+    inbox: bound of completions that wait to be polled. low_watermark, high_watermark: a tier with less than `low` of its
+    slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
+    """
+
+    geometry: PageGeometry
+    device: DeviceTier | None = None
+    host: HostTier | Size | None = None
+    shared: SharedTier | None = None
+    disk: DiskTier | None = None
+    epoch: int | str = 0
+    copy_threads: int = 1
+    io_threads: int = 2
+    queue_units: int = 4096
+    inbox: int = 1024
+    low_watermark: float = 0.02
+    high_watermark: float = 0.05
+    close_timeout: float = 10.0
+
+    def checked(self) -> StoreConfig:
+        """Return this configuration once everything in it holds.
+
+        Raises:
+            StepwellUsageError: a value out of range; BudgetError: a capacity that can hold nothing.
+        """
+        if all(tier is None for tier in (self.device, self.host, self.shared, self.disk)):
+            raise StepwellUsageError("no tier: give at least one of device, host, shared, disk")
+        if self.device is not None and self.device.pages < 1:
+            raise BudgetError(f"device: {self.device.pages} pages; give at least 1")
+        if self.device is not None and self.host is None:
+            raise StepwellUsageError(
+                "device: pages are staged through host memory on their way to the device; give host, e.g. '256MiB'"
+            )
+        page = self.geometry.page_bytes
+        for name, capacity in (
+            ("host", self.host_bytes()),
+            ("shared", _capacity(self.shared, "shared")),
+            ("disk", _capacity(self.disk, "disk")),
+        ):
+            if capacity is not None and capacity < page:
+                raise BudgetError(f"{name}: capacity {capacity} bytes is less than one page of {page} bytes")
+        for name, tier in (("shared", self.shared), ("disk", self.disk)):
+            if tier is not None:
+                volume_bytes(tier, name=name)
+                floor_bytes(tier, name=name)
+        for name, low, value, high in (
+            ("copy_threads", 1, self.copy_threads, 256),
+            ("io_threads", 1, self.io_threads, 256),
+            ("queue_units", 16, self.queue_units, 1 << 20),
+            ("inbox", 1, self.inbox, 1 << 20),
+        ):
+            if not low <= value <= high:
+                raise StepwellUsageError(f"{name}: {value} is not within {low}..{high}")
+        if not 0.0 <= self.low_watermark <= self.high_watermark <= 0.5:
+            raise StepwellUsageError(
+                f"watermarks: need 0 <= low ({self.low_watermark}) <= high ({self.high_watermark}) <= 0.5"
+            )
+        if self.close_timeout < 0:
+            raise StepwellUsageError(f"close_timeout: {self.close_timeout} s is negative")
+        return self
+
+    def host_bytes(self) -> int | None:
+        """Return the host capacity in bytes, None without a host tier."""
+        if self.host is None:
+            return None
+        capacity = self.host.capacity if isinstance(self.host, HostTier) else self.host
+        return parse_size(capacity, name="host.capacity")
+
+
+def _capacity(tier: SharedTier | DiskTier | None, name: str) -> int | None:
+    return None if tier is None else parse_size(tier.capacity, name=f"{name}.capacity")
+
+
+def volume_bytes(tier: SharedTier | DiskTier, *, name: str) -> int:
+    """Return the size of a volume of this tier, bytes."""
+    capacity = parse_size(tier.capacity, name=f"{name}.capacity")
+    if tier.volume_bytes is None:
+        return min(capacity, max(64 * MIB, min(4 * GIB, capacity // 32)))
+    size = parse_size(tier.volume_bytes, name=f"{name}.volume_bytes")
+    if not 0 < size <= capacity:
+        raise BudgetError(
+            f"{name}: capacity {capacity} bytes is smaller than one volume of {size} bytes; "
+            f"raise {name}.capacity or lower {name}.volume_bytes"
+        )
+    return size
+
+
+def floor_bytes(tier: SharedTier | DiskTier, *, name: str) -> int:
+    """Return the bytes below which this process asks its neighbours to give back; at least one volume."""
+    capacity = parse_size(tier.capacity, name=f"{name}.capacity")
+    share = capacity // 8 if tier.share is None else parse_size(tier.share, name=f"{name}.share")
+    if share > capacity:
+        raise StepwellUsageError(f"{name}: share {share} bytes exceeds the capacity of {capacity} bytes")
+    return max(share, volume_bytes(tier, name=name))
+
+
+def from_mapping(values: Mapping[str, Any]) -> StoreConfig:
+    """Build a configuration from nested plain values (JSON, TOML, an engine's extra config).
+
+    Raises:
+        StepwellUsageError: an unknown name (the nearest known one is named), a wrong type, a value out of range.
+    """
+    try:
+        return msgspec.convert(values, StoreConfig, strict=False).checked()
+    except msgspec.ValidationError as error:
+        raise StepwellUsageError(_explain(str(error))) from error
+
+
+def from_env(values: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> StoreConfig:
+    """Build a configuration from the environment, over `values`. The only reader of the environment.
+
+    STEPWELL_SHARED_CAPACITY=8GiB sets shared.capacity, STEPWELL_EPOCH=7 sets epoch, and so on: names of the schema in
+    capitals, joined by one underscore.
+
+    Raises:
+        StepwellUsageError: a STEPWELL_ variable that names nothing, or as from_mapping.
+    """
+    source = os.environ if environ is None else environ
+    merged: dict[str, Any] = {name: dict(v) if isinstance(v, Mapping) else v for name, v in (values or {}).items()}
+    known = _env_names()
+    for variable, text in sorted(source.items()):
+        if not variable.startswith("STEPWELL_"):
+            continue
+        path = known.get(variable)
+        if path is None:
+            raise StepwellUsageError(f"{variable} names no setting{_nearest(variable, list(known))}")
+        target = merged
+        for name in path[:-1]:
+            inner = target.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise StepwellUsageError(f"{variable} sets a field of {name}, which is given as {inner!r}")
+            target = inner
+        target[path[-1]] = text
+    return from_mapping(merged)
+
+
+def _env_names() -> dict[str, tuple[str, ...]]:
+    names: dict[str, tuple[str, ...]] = {}
+    nested: dict[str, type] = {
+        "device": DeviceTier, "host": HostTier, "shared": SharedTier, "disk": DiskTier, "geometry": PageGeometry,
+    }  # fmt: skip
+    for field in msgspec.structs.fields(StoreConfig):
+        inner = nested.get(field.name)
+        if inner is None:
+            names[f"STEPWELL_{field.name.upper()}"] = (field.name,)
+            continue
+        fields = inner.__dataclass_fields__ if inner is PageGeometry else inner.__struct_fields__  # type: ignore[attr-defined]
+        for name in fields:
+            names[f"STEPWELL_{field.name.upper()}_{name.upper()}"] = (field.name, name)
+    return names
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _explain(message: str) -> str:
+    found = re.search(r"unknown field `([^`]+)`", message)
+    if found is None:
+        return message
+    known = [path[-1] for path in _env_names().values()] + ["device", "host", "shared", "disk", "geometry"]
+    return message + _nearest(found[1], known)

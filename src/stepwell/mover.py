@@ -1,0 +1,251 @@
+"""Carry out transfers: the Python face of the mover, and what a caller sees of a batch of page copies.
+
+The mover itself is C++ (csrc/mover.h): named workers, bounded weighted queues, and continuations as data, so that nobody has
+to poll for the state to be right. A `Transfer` only observes; dropping it detaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell import _core
+from stepwell.clock import Clock
+from stepwell.errors import ChecksumError, PoisonedError, StepwellError, TierIOError
+
+POOL_COLUMN: Final = 0
+
+UNUSED: Final = 0
+SOURCE: Final = 1
+SINK: Final = 2
+
+
+class WorkClass(IntEnum):
+    """What a unit of work is for; loads go before saves, saves before demotions, none starves."""
+
+    LOAD = 0
+    SAVE = 1
+    DEMOTE = 2
+
+
+STATUS_REASON: Final = {
+    _core.Status.io_error.value: "corrupt",
+    _core.Status.checksum.value: "corrupt",
+    _core.Status.stale.value: "corrupt",
+    _core.Status.bus_fault.value: "corrupt",
+    _core.Status.deadline.value: "deadline",
+    _core.Status.cancelled.value: "deadline",
+    _core.Status.queue_full.value: "full",
+    _core.Status.full.value: "full",
+    _core.Status.closed.value: "full",
+    _core.Status.poisoned.value: "poisoned",
+    _core.Status.invalid.value: "corrupt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Say for each page of a batch where it comes from and where it goes; columns are the pool, then host, shared, disk.
+
+    pages: uint32[n]. roles: uint8[n, 4] of UNUSED, SOURCE, SINK. slots: uint32[n, 4]. numbers: uint32[n, 4], claim numbers of
+    tier sinks and of leaving sources.
+    """
+
+    pages: npt.NDArray[np.uint32]
+    roles: npt.NDArray[np.uint8]
+    slots: npt.NDArray[np.uint32]
+    numbers: npt.NDArray[np.uint32]
+
+    @classmethod
+    def empty(cls, pages: npt.NDArray[np.uint32]) -> Plan:
+        """Start a plan for some pages with nothing to do."""
+        count = pages.size
+        return cls(
+            pages=np.ascontiguousarray(pages, dtype=np.uint32),
+            roles=np.zeros((count, 4), dtype=np.uint8),
+            slots=np.zeros((count, 4), dtype=np.uint32),
+            numbers=np.zeros((count, 4), dtype=np.uint32),
+        )
+
+
+class Transfer:
+    """Observe a batch of page copies.
+
+    Invariant: what the batch decides does not depend on whether anyone observes it.
+    Threads: any. Dropping the object detaches; it never waits.
+    """
+
+    __slots__ = ("_clock", "_core_transfer", "_deadline_at", "_gate_closed", "_pages")
+
+    def __init__(
+        self,
+        core_transfer: _core.Transfer | None,
+        clock: Clock,
+        *,
+        pages: int,
+        deadline_at: float | None = None,
+    ) -> None:
+        self._core_transfer = core_transfer
+        self._clock = clock
+        self._deadline_at = deadline_at
+        self._gate_closed = False
+        self._pages = pages
+
+    @property
+    def pages(self) -> int:
+        """Pages in the batch."""
+        return self._pages
+
+    @property
+    def done(self) -> bool:
+        """Whether every page is decided, or the deadline has decided the rest."""
+        self.enforce_deadline()
+        return self._core_transfer is None or self._gate_closed or self._core_transfer.done
+
+    @property
+    def source_released(self) -> bool:
+        """Whether the caller's memory will not be touched any more."""
+        return self._core_transfer is None or self._gate_closed or self._core_transfer.source_released
+
+    @property
+    def layers_done(self) -> int:
+        """Layers that have landed, verified, for every page that did not fail. Never waits."""
+        return 0 if self._core_transfer is None else self._core_transfer.layers_done
+
+    @property
+    def status(self) -> npt.NDArray[np.uint8]:
+        """Per page a `_core.Status` value, uint8[pages]; pending (1) where undecided."""
+        if self._core_transfer is None:
+            return np.zeros(0, dtype=np.uint8)
+        return self._core_transfer.page_status()
+
+    def landed(self, column: int) -> npt.NDArray[np.bool_]:
+        """Per page whether it arrived in one sink: 0 the pool, else a Tier; bool[pages]."""
+        if self._core_transfer is None:
+            return np.zeros(0, dtype=np.bool_)
+        bits: npt.NDArray[np.bool_] = (self._core_transfer.landed() >> column) & 1 == 1
+        return bits
+
+    @property
+    def ok(self) -> npt.NDArray[np.bool_]:
+        """Per page whether it arrived, verified, bool[pages]. A load's target is undefined where False."""
+        return self.status == _core.Status.ok.value
+
+    @property
+    def ok_pages(self) -> int:
+        """Length of the leading run of pages that arrived: the usable prefix of a load."""
+        ok = self.ok
+        return int(ok.size if ok.all() else ok.argmin())
+
+    @property
+    def bytes_moved(self) -> int:
+        """Payload bytes copied so far."""
+        return 0 if self._core_transfer is None else self._core_transfer.bytes_moved
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from submit to done; 0 before."""
+        return 0.0 if self._core_transfer is None else self._core_transfer.seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until done.
+
+        Args:
+            timeout: seconds, None for no limit but the transfer's own deadline.
+
+        Returns:
+            True when done: every page is decided. After a deadline has passed no byte can land in the caller's memory.
+        """
+        core = self._core_transfer
+        if core is None or self._gate_closed:
+            return True
+        limit = timeout
+        if self._deadline_at is not None:
+            left = max(0.0, self._deadline_at - self._clock.monotonic())
+            limit = left if limit is None else min(limit, left)
+        if core.wait(limit):
+            return True
+        return self.enforce_deadline()
+
+    def enforce_deadline(self) -> bool:
+        """Close the gate if the deadline has passed. True if it is closed: then no byte can land any more."""
+        core = self._core_transfer
+        if core is None or self._gate_closed or self._deadline_at is None:
+            return self._gate_closed
+        if self._clock.monotonic() >= self._deadline_at and not core.done:
+            core.close_gate()
+            self._gate_closed = True
+        return self._gate_closed
+
+    def cancel(self) -> None:
+        """Stop what has not started; what is being copied finishes. Everything claimed is returned either way."""
+        if self._core_transfer is not None:
+            self._core_transfer.cancel()
+
+    def revoke(self) -> None:
+        """Give up at once: when this returns no byte can land in the caller's memory. Pages not landed are misses."""
+        if self._core_transfer is not None and not self._gate_closed:
+            self._core_transfer.close_gate()
+            self._gate_closed = True
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait, and return the usable prefix in pages; raise what went wrong if it is shorter than the batch.
+
+        Raises:
+            TimeoutError: not done in time. ChecksumError, TierIOError, PoisonedError, StepwellError: of the first bad page.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"transfer of {self._pages} pages not done within {timeout} s")
+        usable = self.ok_pages
+        if usable == self._pages:
+            return usable
+        status = _core.Status(int(self.status[usable]))
+        message = f"page {usable} of {self._pages}: {status.name}"
+        if status in (_core.Status.checksum, _core.Status.stale):
+            raise ChecksumError(message)
+        if status in (_core.Status.io_error, _core.Status.bus_fault):
+            raise TierIOError(message)
+        if status is _core.Status.poisoned:
+            raise PoisonedError(message)
+        raise StepwellError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What became of a save, in pages; saved + present + pending + refused = whole pages of the tokens.
+
+    saved: claimed by this call, their bytes under way. present: here already. pending: another caller is bringing them.
+    refused: no room (`full` says where and how much). transfer: done when the saved pages are resident in every tier they go to;
+    the source may be written to again once `transfer.source_released`.
+    """
+
+    saved: int
+    present: int
+    pending: int
+    refused: int
+    transfer: Transfer
+    full: Full | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Say why there was no room: a value, not an error.
+
+    tier: its name. needed: pages that found no slot. free, evictable, leaving: pages at that moment.
+    """
+
+    tier: str
+    needed: int
+    free: int
+    evictable: int
+    leaving: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tier} tier full: need {self.needed} pages, {self.free} free, {self.evictable} evictable, "
+            f"{self.leaving} leaving"
+        )

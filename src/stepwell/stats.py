@@ -1,0 +1,106 @@
+"""Show what a store holds and has done: numbers derived from the index and the mover, and misses by reason."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Final
+
+from stepwell.index import Miss
+
+MISS_REASONS: Final = ("absent", "pending", "deadline", "corrupt", "epoch", "foreign-gone", "full", "poisoned")
+_MISS_NAME: Final = {
+    Miss.ABSENT: "absent",
+    Miss.PENDING: "pending",
+    Miss.QUARANTINED: "corrupt",
+    Miss.POISONED: "poisoned",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier, in pages (free + arriving + resident + leaving + quarantined = capacity) and bytes copied since open.
+
+    pinned: resident pages that a lease or transfer holds. bytes_read, bytes_written: payload.
+    """
+
+    capacity: int
+    free: int
+    arriving: int
+    resident: int
+    leaving: int
+    quarantined: int
+    pinned: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a store holds and has done since it opened.
+
+    tiers: by name. lookups, lookup_pages: calls that matched, whole pages they asked for. hit_pages: pages they found, by tier.
+    misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
+    bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
+    """
+
+    tiers: dict[str, TierStats]
+    lookups: int
+    lookup_pages: int
+    hit_pages: dict[str, int]
+    misses: dict[str, int]
+    saved_pages: int
+    refused_pages: int
+    evicted_pages: dict[str, int]
+    checksum_failures: int
+    io_errors: int
+    bus_faults: int
+    transfers: int
+    queued: int
+    page_records: int
+    tree_edges: int
+    leases: int
+    poisoned: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """Count what cannot be read off the index: lookups and why pages were missed. Threads: any."""
+
+    lookups: int = 0
+    lookup_pages: int = 0
+    saved_pages: int = 0
+    refused_pages: int = 0
+    hit_pages: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
+    evicted_pages: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def looked_up(self, asked: int, found: dict[str, int], miss: Miss, pending: int) -> None:
+        """Count one lookup of `asked` pages that found some, by tier name; the rest missed for one reason."""
+        missed = asked - sum(found.values())
+        with self.lock:
+            self.lookups += 1
+            self.lookup_pages += asked
+            for name, pages in found.items():
+                self.hit_pages[name] = self.hit_pages.get(name, 0) + pages
+            if missed:
+                waiting = min(pending, missed)
+                self.misses["pending"] += waiting
+                self.misses[_MISS_NAME.get(miss, "absent") if miss is not Miss.PENDING else "absent"] += missed - waiting
+
+    def missed(self, reason: str, pages: int) -> None:
+        """Count pages that a lookup had promised and a load did not deliver."""
+        with self.lock:
+            self.misses[reason] += pages
+
+    def evicted(self, tier: str, pages: int) -> None:
+        """Count pages dropped from a tier."""
+        with self.lock:
+            self.evicted_pages[tier] = self.evicted_pages.get(tier, 0) + pages
+
+    def saved(self, pages: int, refused: int) -> None:
+        """Count pages accepted and refused by a save."""
+        with self.lock:
+            self.saved_pages += pages
+            self.refused_pages += refused

@@ -1,0 +1,1120 @@
+"""Decide: what is saved where, what is loaded from where, what leaves. Everything else answers or carries out.
+
+    save   tokens -> prefix hashes -> claims -> plan -> mover          match  tokens -> tree, then hashes -> pinned spans
+    load   pinned spans -> claims (disk pages go back to shared) -> plan -> mover -> the caller's pool
+
+Python decides on batches, C++ works on arrays; the GIL is released in every call that copies, hashes, walks or waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell import _core
+from stepwell.clock import Clock, SystemClock
+from stepwell.config import StoreConfig, parse_size
+from stepwell.errors import (
+    ForkedError,
+    GeometryError,
+    PoisonedError,
+    StepwellUsageError,
+    StoreClosedError,
+)
+from stepwell.hashing import Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
+from stepwell.index import ClaimOutcome, Index, Miss, Residency, Tier, tier_mask
+from stepwell.keeper import Keeper
+from stepwell.lease import Match
+from stepwell.mover import (
+    POOL_COLUMN,
+    SINK,
+    SOURCE,
+    STATUS_REASON,
+    Full,
+    Plan,
+    SaveResult,
+    Transfer,
+    WorkClass,
+)
+from stepwell.pool import (
+    LentPool,
+    PoolArray,
+    PoolPointers,
+    PoolSlice,
+    core_pool,
+    lend,
+    lend_canonical,
+    pool_owner,
+)
+from stepwell.stats import Counters, Stats, TierStats
+from stepwell.tiers.base import PageTier
+from stepwell.tiers.disk import DiskVolumes
+from stepwell.tiers.host import HostSlab
+from stepwell.tiers.shared import SharedVolumes
+
+if TYPE_CHECKING:
+    from stepwell.sequence import Extended, ManagedDevice, Sequence as RunningSequence, Sequences
+
+Order = Literal["page", "layer"]
+
+KIND_KV: Final = 1
+_NEW: Final = int(ClaimOutcome.NEW)
+_PENDING: Final = int(ClaimOutcome.PENDING)
+_PRESENT: Final = int(ClaimOutcome.PRESENT)
+_FULL: Final = int(ClaimOutcome.FULL)
+_VERIFY_PAGES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How many leading keys are cached, and in which tier each of them is.
+
+    run: keys. tiers: uint8[run] of Tier. The pages stay pinned until the lease given to probe() has passed.
+    """
+
+    run: int
+    tiers: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What a pass over a tier's pages found: pages read, and of these damaged (now quarantined)."""
+
+    pages: int
+    damaged: int
+
+
+class PageStore:
+    """Keep pages of KV cache in tiers, and find them by prefix.
+
+    Invariants: design.md 7. A lookup returns right bytes or a miss; what is pinned stays; per tier free + arriving + resident +
+    leaving + quarantined = capacity.
+
+    Threads: any, all calls. Not usable in a forked child (ForkedError): use spawn.
+    A context manager: close() finishes or cancels what runs, within config.close_timeout.
+
+    Raises (constructor): StepwellUsageError, BudgetError, VolumeError, VolumeBusyError, TierIOError; then nothing is left behind.
+    """
+
+    def __init__(self, config: StoreConfig, *, clock: Clock | None = None) -> None:
+        self._config = config.checked()
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        geometry = config.geometry
+        self._page_tokens = geometry.page_tokens
+        self._fingerprint = geometry.fingerprint()
+        self._shape = _core.PageShape(list(geometry.layer_bytes), self._fingerprint)
+        self._epoch = epoch_number(config.epoch)
+        self._index = Index(geometry.page_tokens)
+        self._index.set_epoch(self._epoch)
+        self._counters = Counters()
+        self._namespaces: dict[bytes | None, int] = {}
+        self._tags = itertools.count(1)
+        self._watched: dict[int, tuple[Transfer, _core.Transfer, bool]] = {}
+        self._leases: list[tuple[float, Match]] = []
+        _core.guard_install()
+        self._tiers: dict[Tier, PageTier] = {}
+        self._mover: _core.Mover | None = None
+        self._keeper: Keeper | None = None
+        self._sequences: Sequences | None = None
+        self._device: ManagedDevice | None = None
+        try:
+            self._open_tiers()
+            self._mover = _core.Mover(
+                self._index,
+                self._shape,
+                host=self._medium(Tier.HOST),
+                shared=self._medium(Tier.SHARED),
+                disk=self._medium(Tier.DISK),
+                copy_threads=config.copy_threads,
+                io_threads=config.io_threads,
+                queue_units=config.queue_units,
+            )
+            self._open_device()
+            self._keeper = Keeper(self._tick)
+            self._keeper.start()
+        except BaseException:
+            self._shut(0.0)
+            raise
+        _OPEN_STORES.add(self)
+
+    # ---- memory lent by the caller --------------------------------------------------------------------------------
+
+    def lend(
+        self, source: PoolArray | Sequence[PoolArray] | PoolPointers, *, axes: str | None = None
+    ) -> LentPool:
+        """Describe a pool of the caller's for save and load; see `stepwell.pool.lend`. Nothing is copied."""
+        self._use()
+        return lend(self._config.geometry, self._shape, source, axes=axes)
+
+    # ---- simple calls -----------------------------------------------------------------------------------------------
+
+    def save(self, tokens: Tokens, *, source: PoolSlice, namespace: Namespace | None = None) -> SaveResult:
+        """Keep the pages of some tokens: write them through to every tier that outlives this call.
+
+        Args:
+            tokens: int32[n] (other integers are converted). Only whole pages are saved; the tail stays the caller's.
+            source: where the pages are now, one slot a whole page, in order.
+            namespace: adapter, salt: pages of different namespaces never match each other.
+
+        Returns:
+            SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never waits for
+            bytes; `source` may be overwritten once `result.transfer.source_released`.
+
+        Raises:
+            TokenError, GeometryError: tokens or source do not fit; nothing was changed.
+
+        Cost: hashing 4-8 ns a token, one walk; the copies happen on the mover's threads.
+        """
+        mover = self._use()
+        checked = as_tokens(tokens)
+        pages = checked.size // self._page_tokens
+        if len(source) != pages:
+            raise GeometryError(
+                f"{checked.size} tokens are {pages} whole pages of {self._page_tokens} tokens, "
+                f"the source names {len(source)} slots"
+            )
+        if pages == 0:
+            return SaveResult(0, 0, 0, 0, Transfer(None, self._clock, pages=0))
+        name_space, seed = self._namespace(namespace)
+        keys = prefix_hashes(checked, page_tokens=self._page_tokens, seed=seed)
+        targets = self._write_through()
+        mask = tier_mask(*targets)
+        # Touch and pin what is here of this chain, so that making room for its tail does not take its head.
+        held = Match(self._index, self._index.match_and_pin(name_space, checked, mask), self._page_tokens)
+        try:
+            for tier in targets:
+                self._make_room(tier, pages - held.pages)
+            batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask)
+        finally:
+            held.close()
+        outcomes, full = batch.outcomes, None
+        looked_at = min(pages, batch.full_at)
+        saved, present, pending = self._tally(outcomes[:looked_at])
+        refused = pages - looked_at
+        transfer = self._submit_save(mover, batch.pages, outcomes, batch.slots, batch.numbers, source)
+        if transfer is None:
+            refused, saved = refused + saved, 0
+            transfer = Transfer(None, self._clock, pages=0)
+        if refused:
+            full = self._full(targets[0], refused)
+        self._counters.saved(saved, refused)
+        return SaveResult(saved, present, pending, refused, transfer, full)
+
+    def match(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Match:
+        """Find the longest cached prefix of some tokens and pin it.
+
+        Args:
+            tokens: int32[n]; whole pages count.
+            namespace: as in save.
+
+        Returns:
+            Match, a lease: close it (or leave its `with` block) when the pages have been loaded. An empty match is a miss.
+
+        Raises:
+            TokenError: tokens of a wrong dtype or range.
+
+        Cost: about 1 us for 1k tokens, 20 us for 128k where the tree knows them; hashing for those past the tree's end.
+        """
+        self._use()
+        checked = as_tokens(tokens)
+        name_space, _ = self._namespace(namespace)
+        result = self._index.match_and_pin(name_space, checked, self._readable())
+        match = Match(self._index, result, self._page_tokens)
+        asked = checked.size // self._page_tokens
+        found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
+        self._counters.looked_up(asked, found, match.miss, result.pending)
+        return match
+
+    def load(
+        self, match: Match, *, into: PoolSlice, order: Order = "page", deadline: float | None = None
+    ) -> Transfer:
+        """Copy a match's pages into the caller's pool, each layer verified as it lands.
+
+        Args:
+            match: open; it may be closed as soon as this returns (the transfer holds pins of its own).
+            into: one slot a page, in order; the pool must be writable.
+            order: "page": page by page; "layer": all pages of layer 0, then of layer 1, ...: watch `layers_done`.
+            deadline: seconds from now. When it has passed, wait() returns with no byte able to land any more; pages that had not
+                landed are misses.
+
+        Returns:
+            Transfer; `ok_pages` is the usable prefix. Pages found on disk also go back to shared memory on the way.
+
+        Raises:
+            LeaseClosedError, GeometryError, StepwellUsageError: nothing was started.
+        """
+        mover = self._use()
+        if order not in ("page", "layer"):
+            raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
+        ids, tiers, slots = match.locations()
+        if len(into) != ids.size:
+            raise GeometryError(f"the match has {ids.size} pages, the target names {len(into)} slots")
+        if ids.size == 0:
+            return Transfer(None, self._clock, pages=0)
+        return self._load_lease(
+            mover, match.lease_id(), ids, tiers, slots, into, layer_order=order == "layer", deadline=deadline
+        )
+
+    # ---- keys (an engine's own hashes) --------------------------------------------------------------------------------
+
+    def probe(self, keys: Keys, *, kind: int = KIND_KV, lease: float = 1.0, readahead: bool = True) -> Probe:
+        """Say how many leading keys are cached, and hold them for a while.
+
+        Args:
+            keys: uint8[n, k] with k <= 64, or bytes of one length. kind: the kind byte.
+            lease: seconds for which the pages found stay pinned, so that a load_keys that follows finds them.
+            readahead: start bringing pages that are only on disk into shared memory at once.
+
+        Returns:
+            Probe(run, tiers).
+        """
+        mover = self._use()
+        checked = as_keys(keys)
+        result = self._index.match_keys_and_pin(checked, kind, self._readable())
+        match = Match(self._index, result, self._page_tokens)
+        ids, tiers, slots = match.locations()
+        found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
+        self._counters.looked_up(len(checked), found, match.miss, result.pending)
+        if result.pages and readahead:
+            self._promote_from_disk(mover, match.lease_id(), ids, tiers, slots)
+        if result.pages and lease > 0:
+            with self._lock:
+                self._leases.append((self._clock.monotonic() + lease, match))
+        else:
+            match.close()
+        return Probe(result.pages, tiers)
+
+    def load_keys(
+        self, keys: Keys, *, into: PoolSlice, kind: int = KIND_KV, deadline: float | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Load the pages of some keys, each on its own: a missing one does not end the rest. Waits.
+
+        Args:
+            keys: as in probe. into: one slot a key.
+            deadline: seconds; when it has passed the call returns and no byte can land any more.
+
+        Returns:
+            ok: bool[n]; where False the slot's bytes are undefined.
+        """
+        mover = self._use()
+        checked = as_keys(keys)
+        if len(into) != len(checked):
+            raise GeometryError(f"{len(checked)} keys, the target names {len(into)} slots")
+        ok = np.zeros(len(checked), dtype=np.bool_)
+        limit = None if deadline is None else self._clock.monotonic() + deadline
+        running: list[tuple[int, Transfer]] = []
+        at = 0
+        while at < len(checked):
+            result = self._index.match_keys_and_pin(checked[at:], kind, self._readable())
+            with Match(self._index, result, self._page_tokens) as match:
+                if result.pages:
+                    ids, tiers, slots = match.locations()
+                    left = None if limit is None else max(0.0, limit - self._clock.monotonic())
+                    part = into[at : at + result.pages]
+                    running.append(
+                        (
+                            at,
+                            self._load_lease(
+                                mover, match.lease_id(), ids, tiers, slots, part, layer_order=False, deadline=left
+                            ),
+                        )
+                    )
+            at += result.pages + 1
+        for first, transfer in running:
+            transfer.wait()
+            ok[first : first + transfer.pages] = transfer.ok
+        return ok
+
+    def save_keys(
+        self,
+        keys: Keys,
+        *,
+        source: PoolSlice,
+        parent: bytes | None = None,
+        first_of_chain: bool = False,
+        kind: int = KIND_KV,
+        deadline: float | None = None,
+    ) -> npt.NDArray[np.uint8]:
+        """Keep pages under an engine's own keys. Waits until they are resident, or the deadline.
+
+        Args:
+            keys: as in probe; consecutive keys are taken as a chain (each the parent of the next).
+            source: one slot a key. parent: key before the first one, if known; first_of_chain: there is none.
+            deadline: seconds.
+
+        Returns:
+            uint8[n] of SaveOutcome: stored, present, refused.
+        """
+        mover = self._use()
+        checked = as_keys(keys)
+        if len(source) != len(checked):
+            raise GeometryError(f"{len(checked)} keys, the source names {len(source)} slots")
+        if parent is not None and first_of_chain:
+            raise StepwellUsageError("a page that has a parent is not the first of its chain")
+        state = 1 if parent is not None else 0 if first_of_chain else 2
+        targets = self._write_through()
+        mask = tier_mask(*targets)
+        run, _ = self._index.probe(checked, kind, mask)
+        for tier in targets:
+            self._make_room(tier, len(checked) - run)
+        batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask)
+        result = np.full(len(checked), SAVE_REFUSED, dtype=np.uint8)
+        new = (batch.outcomes == _NEW).any(axis=1)
+        here = (batch.outcomes == _PRESENT).any(axis=1) | (batch.outcomes == _PENDING).any(axis=1)
+        result[here & ~new] = SAVE_PRESENT
+        transfer = self._submit_save(mover, batch.pages, batch.outcomes, batch.slots, batch.numbers, source)
+        if transfer is not None:
+            if not transfer.wait(deadline):
+                transfer.revoke()
+            if transfer.pages:
+                landed = transfer.ok
+                rows = np.flatnonzero(new)
+                result[rows[landed]] = SAVE_STORED
+        stored = int((result == SAVE_STORED).sum())
+        self._counters.saved(stored, int((result == SAVE_REFUSED).sum()))
+        return result
+
+    def state(self, key: bytes, *, kind: int = KIND_KV) -> dict[Tier, Residency]:
+        """Say what a key's page is in each tier, from local memory only."""
+        self._use()
+        found = self._index.state(key, kind)
+        return {tier: Residency(found[tier]) for tier in Tier}
+
+    # ---- sequences (managed device tier) -----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> ManagedDevice:
+        """The managed device tier: step(), drain(), renew().
+
+        Raises:
+            StepwellUsageError: the store has none.
+        """
+        self._use()
+        if self._device is None:
+            raise StepwellUsageError("this store has no device tier: give StoreConfig(device=DeviceTier(pages=...))")
+        return self._device
+
+    def open(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, request_id: str | None = None
+    ) -> RunningSequence:
+        """Open a sequence on the device tier: match its prefix in every tier and start loading what the device lacks.
+
+        Args:
+            tokens: int32[n], the prompt; n >= 1. At least the last token is left to compute.
+            namespace: as in save. request_id: for messages.
+
+        Returns:
+            Sequence; never waits. `.ready .loading .pending .missing` say how many of its tokens are where.
+        """
+        return self.open_many([tokens], namespace=namespace, request_ids=[request_id])[0]
+
+    def open_many(
+        self,
+        prompts: Sequence[Tokens],
+        *,
+        namespace: Namespace | None = None,
+        request_ids: Sequence[str | None] | None = None,
+    ) -> list[RunningSequence]:
+        """Open several sequences at once; see open()."""
+        sequences = self._running()
+        checked = [as_tokens(tokens) for tokens in prompts]
+        if any(tokens.size == 0 for tokens in checked):
+            raise StepwellUsageError("a sequence needs at least one token")
+        names = list(request_ids) if request_ids is not None else [None] * len(checked)
+        if len(names) != len(checked):
+            raise StepwellUsageError(f"{len(checked)} prompts, {len(names)} request ids")
+        name_space, seed = self._namespace(namespace)
+        return [
+            sequences.open(tokens, name_space, seed, name) for tokens, name in zip(checked, names, strict=True)
+        ]
+
+    def extend(self, sequences: Sequence[RunningSequence], upto: Sequence[int]) -> Extended:
+        """Give each sequence device pages for its first `upto` tokens, to compute into.
+
+        Returns:
+            Extended(ok: bool[n], full: Full | None). A sequence gets all it lacks or nothing; what it asks for and does not get is Full,
+            a value with numbers.
+
+        Raises:
+            LeaseClosedError, DeviceResetError, StepwellUsageError (still loading).
+        """
+        return self._running().extend(sequences, upto)
+
+    def append(self, sequences: Sequence[RunningSequence], tokens: Tokens) -> None:
+        """Add one generated token to each sequence: int32[n]. Its page becomes known when it is full."""
+        self._running().append(sequences, as_tokens(tokens))
+
+    def publish(self, sequences: Sequence[RunningSequence], computed: Sequence[int]) -> tuple[int, int]:
+        """Make full pages among the first `computed` tokens of each sequence findable, and write them through.
+
+        Requires: the computation that writes them was dispatched, and its arrays are in the pool (its step has ended).
+
+        Returns:
+            (published, duplicates) in pages; a duplicate is a page that another sequence published first: this one's copy stays
+            private. The partial tail stays private too.
+        """
+        return self._running().publish(sequences, computed)
+
+    def block_tables(self, sequences: Sequence[RunningSequence], out: npt.NDArray[np.int32]) -> None:
+        """Write each sequence's device slots into `out: int32[n, m]`, the rest of a row being the scratch slot."""
+        self._running().block_tables(sequences, out)
+
+    # ---- care -------------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that pages are saved and found under."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int | str) -> None:
+        """Change the epoch of the weights: pages of any other are misses from now on, and leave first.
+
+        Running loads end as misses, queued saves are dropped.
+        """
+        self._use()
+        self._epoch = epoch_number(epoch)
+        self._index.set_epoch(self._epoch)
+        with self._lock:
+            running = list(self._watched.values())
+        for transfer, _, is_load in running:
+            if is_load:
+                transfer.revoke()
+            transfer.cancel()
+
+    def evict(self, tier: Tier, pages: int) -> int:
+        """Drop up to `pages` unpinned pages of lowest rank from one tier. Returns how many were dropped."""
+        self._use()
+        return self._evict(tier, pages)
+
+    def forget(self, tokens: Tokens, *, namespace: Namespace | None = None, keep: int = 0) -> int:
+        """Drop the pages of some tokens past the first `keep` tokens from every tier; pinned ones stay.
+
+        Returns:
+            Copies dropped, over all tiers.
+        """
+        self._use()
+        checked = as_tokens(tokens)
+        name_space, _ = self._namespace(namespace)
+        # A match grafts what only hashes know, so that a recovered chain can be named by its tokens.
+        Match(self._index, self._index.match_and_pin(name_space, checked, self._readable()), self._page_tokens).close()
+        keep_pages = -(-keep // self._page_tokens)
+        tiers = self._all_tiers()
+        victims = self._index.claim_chain(name_space, checked, keep_pages, tier_mask(*tiers))
+        return sum(self._drop(tier, *victims[tier]) for tier in tiers)
+
+    def clear(self) -> int:
+        """Drop every unpinned page from every tier. Returns copies dropped."""
+        self._use()
+        return sum(self._evict(tier, self._index.counts(tier)["capacity"]) for tier in self._all_tiers())
+
+    def verify(self) -> VerifyResult:
+        """Read every page of host, shared and disk and check it; damaged ones are quarantined. Waits.
+
+        Cost: all bytes of all tiers are read once, through the mover, behind loads.
+        """
+        mover = self._use()
+        buffer = np.empty((_VERIFY_PAGES, self._config.geometry.page_bytes), dtype=np.uint8)
+        pool = lend_canonical(self._shape, buffer)
+        total = damaged = 0
+        for tier in self._tiers:
+            after: int | None = None
+            while True:
+                ids, slots = self._index.pin_resident(tier, after, _VERIFY_PAGES)
+                if ids.size == 0:
+                    break
+                after = int(slots[-1])
+                plan = Plan.empty(ids)
+                plan.roles[:, tier], plan.slots[:, tier] = SOURCE, slots
+                plan.roles[:, POOL_COLUMN], plan.slots[:, POOL_COLUMN] = SINK, np.arange(ids.size)
+                transfer = self._submit(mover, plan, pool=pool, work_class=WorkClass.DEMOTE)
+                if transfer is None:
+                    self._index.unpin_pages(ids)
+                    raise StepwellUsageError("the mover's queue is full; verify again when it is quieter")
+                transfer.wait()
+                self._index.unpin_pages(ids)
+                total += ids.size
+                damaged += int((~transfer.ok).sum())
+        return VerifyResult(total, damaged)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every transfer submitted before this call is done. False: not within `timeout` seconds."""
+        self._use()
+        limit = None if timeout is None else self._clock.monotonic() + timeout
+        with self._lock:
+            running = [core for _, core, _ in self._watched.values()]
+        for core in running:
+            left = None if limit is None else max(0.0, limit - self._clock.monotonic())
+            if not core.wait(left):
+                return False
+        self._account()
+        return True
+
+    def quiesce(self, timeout: float | None = None) -> bool:
+        """Wait until nothing moves, without refusing new work. False: not within `timeout` seconds."""
+        return self.flush(timeout)
+
+    def stats(self) -> Stats:
+        """Show what the store holds and has done.
+
+        Raises:
+            PoisonedError: an assertion of the core failed; the store serves misses only.
+        """
+        mover = self._use()
+        if self._index.poisoned() or mover.poisoned:
+            raise PoisonedError("an assertion of the core failed (see the log); the store serves misses only: reopen it")
+        self._account()
+        moved = mover.stats()
+        counters = self._counters
+        with counters.lock:
+            return Stats(
+                tiers={tier.name.lower(): self._tier_stats(tier, moved) for tier in self._all_tiers()},
+                lookups=counters.lookups,
+                lookup_pages=counters.lookup_pages,
+                hit_pages=dict(counters.hit_pages),
+                misses=dict(counters.misses),
+                saved_pages=counters.saved_pages,
+                refused_pages=counters.refused_pages,
+                evicted_pages=dict(counters.evicted_pages),
+                checksum_failures=moved["checksum_failures"],
+                io_errors=moved["io_errors"],
+                bus_faults=moved["bus_faults"],
+                transfers=moved["transfers"],
+                queued=moved["queued_copy"] + moved["queued_io"],
+                page_records=self._index.pages(),
+                tree_edges=self._index.nodes(),
+                leases=self._index.leases(),
+                poisoned=False,
+            )
+
+    def check(self) -> str:
+        """Verify the index's invariants by a full scan; "" or what is wrong. For tests and `verify`."""
+        return self._index.check()
+
+    def close(self) -> None:
+        """Finish what runs, cancel the rest after config.close_timeout, and give everything back. Idempotent.
+
+        Shared and disk pages stay for the next process. Matches may still be closed afterwards.
+        """
+        if self._closed or os.getpid() != self._pid:
+            self._closed = True
+            return
+        self._shut(self._config.close_timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- opening and closing --------------------------------------------------------------------------------------
+
+    def _open_tiers(self) -> None:
+        config = self._config
+        host = config.host_bytes()
+        if host is not None:
+            self._tiers[Tier.HOST] = HostSlab(self._shape, capacity_bytes=host, page_bytes=config.geometry.page_bytes)
+        if config.shared is not None:
+            self._tiers[Tier.SHARED] = SharedVolumes(
+                config.shared, shape=self._shape, fingerprint=self._fingerprint, epoch=self._epoch, clock=self._clock
+            )
+        if config.disk is not None:
+            self._tiers[Tier.DISK] = DiskVolumes(
+                config.disk, shape=self._shape, fingerprint=self._fingerprint, epoch=self._epoch, clock=self._clock
+            )
+        # Disk first: its records name parents for what shared memory holds, and the other way round it does not matter.
+        for tier in sorted(self._tiers, reverse=True):
+            self._tiers[tier].open(self._index)
+
+    def _open_device(self) -> None:
+        device = self._config.device
+        if device is None:
+            return
+        # Only here is jax imported, through the one module that does.
+        from stepwell.sequence import ManagedDevice, Sequences
+        from stepwell.tiers.device import DevicePool
+
+        slab = self._medium(Tier.HOST)
+        assert isinstance(slab, _core.Slab), "checked(): a device tier has a host tier"
+        pool = DevicePool(
+            self._config.geometry, device.pages, max_step_bytes=parse_size(device.step_bytes, name="device.step_bytes")
+        )
+        self._index.add_slots(Tier.DEVICE, 0, device.pages)
+        self._sequences = Sequences(_StoreDecider(self), self._index, pool, slab, self._shape)
+        self._device = ManagedDevice(self._sequences, pool)
+
+    def _running(self) -> Sequences:
+        self._use()
+        if self._sequences is None:
+            raise StepwellUsageError("sequences need a device tier: give StoreConfig(device=DeviceTier(pages=...))")
+        return self._sequences
+
+    def _shut(self, timeout: float) -> None:
+        self._closed = True
+        _OPEN_STORES.discard(self)
+        if self._keeper is not None:
+            self._keeper.stop()
+        if self._sequences is not None:
+            self._sequences.stop()
+        if self._mover is not None:
+            self._mover.drain(timeout, True)
+            self._account()
+            self._mover.drain_retired()
+        with self._lock:
+            held, self._leases = self._leases, []
+        for _, match in held:
+            match.close()
+        for tier in sorted(self._tiers):
+            self._tiers[tier].close(self._index)
+
+    def _all_tiers(self) -> list[Tier]:
+        """Every tier the store has, nearest to the computation first."""
+        return [*([Tier.DEVICE] if self._device is not None else []), *sorted(self._tiers)]
+
+    def _medium(self, tier: Tier) -> _core.Medium | None:
+        found = self._tiers.get(tier)
+        return None if found is None else found.medium
+
+    def _use(self) -> _core.Mover:
+        """Return the mover; raise where the store cannot be used."""
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"this store was opened by process {self._pid}; a forked child cannot use it: open one of its own (spawn)"
+            )
+        if self._closed or self._mover is None:
+            raise StoreClosedError("the store is closed")
+        return self._mover
+
+    # ---- deciding ---------------------------------------------------------------------------------------------------
+
+    def _namespace(self, namespace: Namespace | None) -> tuple[int, bytes | None]:
+        seed = None if namespace is None else namespace.seed()
+        with self._lock:
+            known = self._namespaces.get(seed)
+            if known is None:
+                known = self._namespaces[seed] = self._index.open_namespace(seed)
+        return known, seed
+
+    def _write_through(self) -> tuple[Tier, ...]:
+        """Tiers that a save goes to: those that outlive the process, else host memory."""
+        lasting = tuple(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._tiers)
+        if not lasting and Tier.HOST not in self._tiers:
+            raise StepwellUsageError("this store has no host, shared or disk tier to save to")
+        return lasting or (Tier.HOST,)
+
+    def _readable(self) -> int:
+        """Tiers that a load into the caller's memory can read."""
+        return tier_mask(*(tier for tier in self._tiers if tier is not Tier.DEVICE))
+
+    @staticmethod
+    def _tally(outcomes: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
+        """Count pages (new in some tier, present and new nowhere, pending only)."""
+        new = (outcomes == _NEW).any(axis=1)
+        present = ~new & (outcomes == _PRESENT).any(axis=1)
+        return int(new.sum()), int(present.sum()), int((~new & ~present).sum())
+
+    def _full(self, tier: Tier, needed: int) -> Full:
+        counts = self._index.counts(tier)
+        return Full(
+            tier=tier.name.lower(),
+            needed=needed,
+            free=counts["free"],
+            evictable=counts["resident"] - counts["pinned"],
+            leaving=counts["leaving"],
+        )
+
+    def _submit_save(
+        self,
+        mover: _core.Mover,
+        pages: npt.NDArray[np.uint32],
+        outcomes: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.uint32],
+        numbers: npt.NDArray[np.uint32],
+        source: PoolSlice,
+    ) -> Transfer | None:
+        """Submit the pages that have a new claim; None: refused, and every claim is returned."""
+        new = outcomes == _NEW
+        rows = np.flatnonzero(new.any(axis=1))
+        if rows.size == 0:
+            return Transfer(None, self._clock, pages=0)
+        plan = Plan.empty(pages[rows])
+        plan.roles[new[rows]] = SINK
+        plan.slots[:] = slots[rows]
+        plan.numbers[:] = numbers[rows]
+        # A page that is in shared memory already and only lacks its disk copy is read from there: it is verified on the way.
+        from_shared = (outcomes[rows, Tier.SHARED] == _PRESENT) & new[rows, Tier.DISK]
+        plan.roles[from_shared, Tier.SHARED] = SOURCE
+        plan.roles[~from_shared, POOL_COLUMN] = SOURCE
+        plan.slots[:, POOL_COLUMN] = source.slots[rows]
+        transfer = self._submit(mover, plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True)
+        if transfer is None:
+            self._abort_claims(plan)
+            self._index.unpin_pages(plan.pages)
+        return transfer
+
+    def _load_lease(
+        self,
+        mover: _core.Mover,
+        lease: int,
+        ids: npt.NDArray[np.uint32],
+        tiers: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.uint32],
+        into: PoolSlice,
+        *,
+        layer_order: bool,
+        deadline: float | None,
+    ) -> Transfer:
+        plan = self._plan_from(ids, tiers, slots)
+        plan.roles[:, POOL_COLUMN] = SINK
+        plan.slots[:, POOL_COLUMN] = into.slots
+        claimed = self._claim_way_up(plan, lease, tiers)
+        self._index.retain(lease)
+        transfer = self._submit(
+            mover,
+            plan,
+            pool=into.pool,
+            work_class=WorkClass.LOAD,
+            layer_order=layer_order,
+            lease=lease,
+            deadline=deadline,
+            unpin_pages=bool(claimed.size),
+            is_load=True,
+        )
+        if transfer is not None:
+            return transfer
+        self._abort_claims(plan)
+        self._index.unpin_pages(claimed)
+        self._index.release(lease)
+        self._counters.missed("full", ids.size)
+        return _refused_load(self._clock, int(ids.size))
+
+    def _promote_from_disk(
+        self,
+        mover: _core.Mover,
+        lease: int,
+        ids: npt.NDArray[np.uint32],
+        tiers: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.uint32],
+    ) -> None:
+        """Start bringing the lease's disk pages into memory, as far as there is room."""
+        whole = self._plan_from(ids, tiers, slots)
+        claimed = self._claim_way_up(whole, lease, tiers)
+        rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
+        if rows.size == 0:
+            return
+        plan = Plan(whole.pages[rows], whole.roles[rows], whole.slots[rows], whole.numbers[rows])
+        self._index.retain(lease)
+        if self._submit(mover, plan, pool=None, work_class=WorkClass.LOAD, lease=lease, unpin_pages=True) is None:
+            self._abort_claims(plan)
+            self._index.unpin_pages(claimed)
+            self._index.release(lease)
+
+    @staticmethod
+    def _plan_from(
+        ids: npt.NDArray[np.uint32], tiers: npt.NDArray[np.uint8], slots: npt.NDArray[np.uint32]
+    ) -> Plan:
+        plan = Plan.empty(ids)
+        rows = np.arange(ids.size)
+        plan.roles[rows, tiers] = SOURCE
+        plan.slots[rows, tiers] = slots
+        return plan
+
+    def _claim_way_up(
+        self, plan: Plan, lease: int, tiers: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.uint32]:
+        """Give the plan's disk pages a place in shared memory, or where that is full in host memory.
+
+        Returns:
+            The pages that the claims pinned.
+        """
+        claimed: list[npt.NDArray[np.uint32]] = []
+        open_rows = tiers == Tier.DISK
+        for target in (Tier.SHARED, Tier.HOST):
+            if target not in self._tiers or not open_rows.any():
+                continue
+            self._make_room(target, int(open_rows.sum()))
+            batch = self._index.claim_leased(lease, target, open_rows)
+            new = batch.outcomes[:, target] == _NEW
+            self._take_claims(plan, batch, target, new)
+            claimed.append(plan.pages[new])
+            open_rows = open_rows & (batch.outcomes[:, target] == _FULL)
+        return np.concatenate(claimed) if claimed else np.zeros(0, np.uint32)
+
+    def _plan_promotion(
+        self,
+        lease: int,
+        ids: npt.NDArray[np.uint32],
+        tiers: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.uint32],
+        rows: npt.NDArray[np.bool_],
+    ) -> Plan:
+        """Claim host slots for the chosen pages, and for those that come from disk a place in shared memory beside."""
+        plan = self._plan_from(ids, tiers, slots)
+        if not rows.any():
+            return plan
+        self._make_room(Tier.HOST, int(rows.sum()))
+        batch = self._index.claim_leased(lease, Tier.HOST, rows)
+        staged = batch.outcomes[:, Tier.HOST] == _NEW
+        self._take_claims(plan, batch, Tier.HOST, staged)
+        cold = staged & (tiers == Tier.DISK)
+        if Tier.SHARED in self._tiers and cold.any():
+            self._make_room(Tier.SHARED, int(cold.sum()))
+            batch = self._index.claim_leased(lease, Tier.SHARED, cold)
+            both = batch.outcomes[:, Tier.SHARED] == _NEW
+            self._take_claims(plan, batch, Tier.SHARED, both)
+            self._index.unpin_pages(ids[both])  # the host claim's pin holds them
+        return plan
+
+    @staticmethod
+    def _take_claims(plan: Plan, batch: _core.ClaimBatch, tier: Tier, rows: npt.NDArray[np.bool_]) -> None:
+        plan.roles[rows, tier] = SINK
+        plan.slots[rows, tier] = batch.slots[rows, tier]
+        plan.numbers[rows, tier] = batch.numbers[rows, tier]
+
+    def _submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
+        """Start a promotion into host memory. Its host pins stay with the caller until the pages are on the device."""
+        mover = self._mover
+        assert mover is not None
+        self._index.retain(lease)
+        transfer = self._submit(mover, plan, pool=None, work_class=WorkClass.LOAD, lease=lease)
+        if transfer is None:
+            self._abort_claims(plan)
+            self._index.unpin_pages(plan.pages)
+            self._index.release(lease)
+        return transfer
+
+    def _submit(
+        self,
+        mover: _core.Mover,
+        plan: Plan,
+        *,
+        pool: LentPool | None,
+        work_class: WorkClass,
+        layer_order: bool = False,
+        lease: int = 0,
+        deadline: float | None = None,
+        unpin_pages: bool = False,
+        is_load: bool = False,
+    ) -> Transfer | None:
+        tag = next(self._tags)
+        core = mover.submit(
+            plan.pages,
+            plan.roles,
+            plan.slots,
+            plan.numbers,
+            pool=None if pool is None else core_pool(pool),
+            layer_order=layer_order,
+            work_class=int(work_class),
+            unpin_pages=unpin_pages,
+            lease=lease,
+            tag=tag,
+            keep_alive=None if pool is None else pool_owner(pool),
+        )
+        if not isinstance(core, _core.Transfer):
+            return None
+        at = None if deadline is None else self._clock.monotonic() + deadline
+        transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
+        with self._lock:
+            self._watched[tag] = (transfer, core, is_load)
+        return transfer
+
+    def _abort_claims(self, plan: Plan) -> None:
+        for tier in (Tier.HOST, Tier.SHARED, Tier.DISK):
+            rows = plan.roles[:, tier] == SINK
+            if rows.any():
+                self._index.abort_many(plan.pages[rows], tier, plan.numbers[rows])
+
+    # ---- making room ------------------------------------------------------------------------------------------------
+
+    def _make_room(self, tier: Tier, pages: int) -> None:
+        """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the keeper's."""
+        lacking = pages - self._index.counts(tier)["free"]
+        if lacking > 0:
+            self._evict(tier, lacking)
+            self._wake_keeper()
+
+    def _evict(self, tier: Tier, pages: int) -> int:
+        if pages <= 0 or tier not in self._all_tiers():
+            return 0
+        return self._drop(tier, *self._index.claim_victims(tier, pages))
+
+    def _drop(
+        self,
+        tier: Tier,
+        pages: npt.NDArray[np.uint32],
+        slots: npt.NDArray[np.uint32],
+        numbers: npt.NDArray[np.uint32],
+    ) -> int:
+        """Take LEAVING pages out of a tier: record first, then the slot may be given to another page."""
+        if pages.size == 0:
+            return 0
+        gone = self._index.finish_many(pages, tier, numbers) == _core.Status.ok.value
+        free = slots[gone]
+        medium = self._medium(tier)
+        if isinstance(medium, _core.VolumeSet):
+            medium.retire(free)
+        self._index.free_slots(tier, free)
+        self._counters.evicted(tier.name.lower(), int(free.size))
+        return int(free.size)
+
+    def _wake_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.wake()
+
+    # ---- the keeper's round -------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Do what is due in the background: leases, deadlines, watermarks, growth, giving back, quarantine."""
+        now = self._clock.monotonic()
+        with self._lock:
+            due = [match for at, match in self._leases if at <= now]
+            self._leases = [(at, match) for at, match in self._leases if at > now]
+            running = [transfer for transfer, _, _ in self._watched.values()]
+        for match in due:
+            match.close()
+        for transfer in running:
+            transfer.enforce_deadline()
+        self._account()
+        if self._mover is not None:
+            self._mover.drain_retired()
+        for tier, pages in self._tiers.items():
+            capacity = self._index.counts(tier)["capacity"]
+            low = max(1, int(capacity * self._config.low_watermark))
+            high = max(1, int(capacity * self._config.high_watermark))
+            self._evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
+            self._mend(tier)
+        if self._device is not None:
+            self._mend(Tier.DEVICE)
+
+    def _mend(self, tier: Tier) -> None:
+        """Let quarantined slots that can be rewritten and read back into use again."""
+        if self._index.counts(tier)["quarantined"] == 0:
+            return
+        medium = self._medium(tier)
+        pages, slots, numbers = self._index.claim_quarantined(tier, 16)
+        for page, slot, number in zip(pages.tolist(), slots.tolist(), numbers.tolist(), strict=True):
+            # A device slot is quarantined only with the whole pool, which has been replaced since.
+            mended = medium is None or medium.rewrite_and_check(slot) == _core.Status.ok
+            self._index.mend(page, tier, number, mended)
+            if mended:
+                self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
+
+    def _account(self) -> None:
+        """Count what done transfers did not deliver, once each, and forget them."""
+        with self._lock:
+            done = [tag for tag, (_, core, _) in self._watched.items() if core.done]
+            finished = [self._watched.pop(tag) for tag in done]
+        for _, core, is_load in finished:
+            if not is_load:
+                continue
+            statuses, counts = np.unique(core.page_status(), return_counts=True)
+            for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
+                reason = STATUS_REASON.get(status)
+                if reason is not None:
+                    self._counters.missed(reason, count)
+
+    def _tier_stats(self, tier: Tier, moved: dict[str, list[int]]) -> TierStats:
+        counts = self._index.counts(tier)
+        return TierStats(
+            capacity=counts["capacity"],
+            free=counts["free"],
+            arriving=counts["arriving"],
+            resident=counts["resident"],
+            leaving=counts["leaving"],
+            quarantined=counts["quarantined"],
+            pinned=counts["pinned"],
+            bytes_read=moved["bytes_read"][tier],
+            bytes_written=moved["bytes_written"][tier],
+        )
+
+
+class _StoreDecider:
+    """What sequences may ask of the store. See `stepwell.sequence.Decider`."""
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = weakref.proxy(store)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._store._epoch)
+
+    def make_room(self, tier: Tier, pages: int) -> None:
+        self._store._make_room(tier, pages)
+
+    def full(self, tier: Tier, needed: int) -> Full:
+        full: Full = self._store._full(tier, needed)
+        return full
+
+    def plan_promotion(
+        self,
+        lease: int,
+        ids: npt.NDArray[np.uint32],
+        tiers: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.uint32],
+        rows: npt.NDArray[np.bool_],
+    ) -> Plan:
+        plan: Plan = self._store._plan_promotion(lease, ids, tiers, slots, rows)
+        return plan
+
+    def submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
+        transfer: Transfer | None = self._store._submit_promotion(plan, lease)
+        return transfer
+
+    def submit_demotion(self, plan: Plan, pool: LentPool) -> Transfer | None:
+        store = self._store
+        transfer: Transfer | None = store._submit(
+            store._mover, plan, pool=pool, work_class=WorkClass.SAVE, unpin_pages=True
+        )
+        return transfer
+
+    def abort_claims(self, plan: Plan) -> None:
+        self._store._abort_claims(plan)
+
+    def looked_up(self, match: Match, asked: int) -> None:
+        found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
+        self._store._counters.looked_up(asked, found, match.miss, match.pending // self._store._page_tokens)
+
+    def write_through_mask(self) -> int:
+        return tier_mask(*(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._store._tiers))
+
+
+SAVE_STORED: Final = 0
+SAVE_PRESENT: Final = 1
+SAVE_REFUSED: Final = 2
+
+_OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open_stores() -> None:
+    """Close what the program did not, so that its threads end before the interpreter does."""
+    for store in list(_OPEN_STORES):
+        store.close()
+
+
+class _RefusedLoad(Transfer):
+    """A load that the mover had no room for: done at once, no page arrived."""
+
+    __slots__ = ()
+
+    @property
+    def status(self) -> npt.NDArray[np.uint8]:
+        return np.full(self.pages, _core.Status.queue_full.value, dtype=np.uint8)
+
+
+def _refused_load(clock: Clock, pages: int) -> Transfer:
+    return _RefusedLoad(None, clock, pages=pages)

@@ -1,0 +1,52 @@
+"""Hold pages in private host memory: staging on the way to the device, lost with the process."""
+
+from __future__ import annotations
+
+from stepwell import _core
+from stepwell.errors import BudgetError
+from stepwell.index import Index, Tier
+from stepwell.tiers.base import Recovered
+
+
+class HostSlab:
+    """A private slab of page slots.
+
+    Invariant: slots = capacity / slot size, all of them in the index from open() on.
+    """
+
+    def __init__(self, shape: _core.PageShape, *, capacity_bytes: int, page_bytes: int) -> None:
+        slots = capacity_bytes // (-(-page_bytes // 4096) * 4096)
+        if slots < 1:
+            raise BudgetError(f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)")
+        try:
+            self._slab = _core.Slab(shape, slots)
+        except MemoryError as error:
+            raise BudgetError(f"host: {capacity_bytes} bytes cannot be mapped; lower host.capacity") from error
+
+    @property
+    def tier(self) -> Tier:
+        """Which tier this is."""
+        return Tier.HOST
+
+    @property
+    def medium(self) -> _core.Slab:
+        """The slab."""
+        return self._slab
+
+    @property
+    def slots(self) -> int:
+        """Slots of the slab."""
+        return self._slab.slots
+
+    def open(self, index: Index) -> Recovered:
+        """Add all slots as free; nothing outlives the process, so nothing is recovered."""
+        index.add_slots(Tier.HOST, 0, self._slab.slots)
+        return Recovered(0, 0)
+
+    def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
+        """Return how many pages to evict so that `high_pages` are free."""
+        free = index.counts(Tier.HOST)["free"]
+        return high_pages - free if free < low_pages else 0
+
+    def close(self, index: Index) -> None:
+        """Keep the slab until it is dropped: views of it may still be staged."""

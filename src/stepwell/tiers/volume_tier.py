@@ -1,0 +1,284 @@
+"""Hold pages in volumes of a tier directory: what the shared and the disk tier have in common.
+
+    directory: who holds which volume (tiers/volumes.py)     volume: bytes and records (csrc/volume.h)     index: slots, pages
+    held volume --attach--> records recovered, slots in the index --tick--> more volumes, or fewer --close--> orphans, warm
+
+Slot numbers are volume number << 20 | slot, so that a volume is one range of slots in the index.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell import _core
+from stepwell.clock import Clock
+from stepwell.config import DiskTier, SharedTier, floor_bytes, parse_size, volume_bytes
+from stepwell.errors import StepwellError, TierIOError, VolumeError
+from stepwell.index import Index, Tier
+from stepwell.tiers.base import Recovered
+from stepwell.tiers.volumes import CoreHeaders, DirectoryConfig, HeldVolume, Machine, TierDirectory
+from stepwell.tiers.volumes import Full as DirectoryFull
+
+_LOG = logging.getLogger("stepwell")
+SLOT_BITS: Final = 20
+GROW_RETRY: Final = 2.0
+"""Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One volume in use. slots are [base, base + count) of the index. is_leaving: it is being given back."""
+
+    held: HeldVolume
+    volume: _core.Volume
+    number: int
+    base: int
+    count: int
+    is_leaving: bool = False
+
+
+class VolumeTier:
+    """A tier made of volumes.
+
+    Invariant: each member's slots are one range of the index; a volume is given back only when no page of it is claimed,
+    resident or pinned.
+    Threads: as PageTier says; the index and the medium are their own guards.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        config: SharedTier | DiskTier,
+        *,
+        shape: _core.PageShape,
+        fingerprint: bytes,
+        epoch: int,
+        clock: Clock,
+        recency_seconds: float,
+        machine: Machine | None = None,
+    ) -> None:
+        name = tier.name.lower()
+        self._tier = tier
+        self._shape = shape
+        self._epoch = epoch
+        self._clock = clock
+        self._recency_seconds = recency_seconds
+        self._direct_io = config.direct_io if isinstance(config, DiskTier) else False
+        self._set = _core.VolumeSet(tier is Tier.DISK)
+        self._members: dict[int, Member] = {}
+        self._stop = _core.StopFlag()
+        self._full_at: float | None = None
+        self._recency_at = clock.monotonic()
+        self._directory = TierDirectory(
+            DirectoryConfig(
+                path=config.path,
+                medium="shared" if tier is Tier.SHARED else "disk",
+                capacity_bytes=parse_size(config.capacity, name=f"{name}.capacity"),
+                volume_bytes=volume_bytes(config, name=name),
+                floor_bytes=floor_bytes(config, name=name),
+                fingerprint=fingerprint,
+                epoch=epoch,
+            ),
+            CoreHeaders(shape),
+            machine=machine if machine is not None else Machine(clock=clock),
+        )
+
+    @property
+    def tier(self) -> Tier:
+        """Which tier this is."""
+        return self._tier
+
+    @property
+    def medium(self) -> _core.VolumeSet:
+        """All volumes as one medium."""
+        return self._set
+
+    @property
+    def directory(self) -> TierDirectory:
+        """This process's part in the tier directory."""
+        return self._directory
+
+    @property
+    def members(self) -> list[Member]:
+        """The volumes in use, in the order in which they were taken."""
+        return list(self._members.values())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Recover only pages of this epoch from volumes adopted from now on."""
+        self._epoch = epoch
+
+    def open(self, index: Index) -> Recovered:
+        """Join the directory; adopt orphans, warm; have at least one volume if there is room for one."""
+        self._directory.open()
+        pages = freed = 0
+        try:
+            for held in self._directory.adopt():
+                found = self._attach(held, index)
+                pages += found.pages
+                freed += found.freed
+            if not self._members:
+                self._grow(index)
+        except BaseException:
+            self.close(index)
+            raise
+        return Recovered(pages, freed)
+
+    def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
+        """Grow, give back, stamp recency; return how many pages to evict."""
+        self._finish_leaving(index)
+        if self._directory.wanted() > 0:
+            self._start_leaving(index)
+        self._stamp_recency(index)
+        free = index.counts(self._tier)["free"]
+        if free >= low_pages and not self._directory.is_starving:
+            return 0
+        if self._may_try_to_grow() and self._grow(index):
+            return 0
+        return high_pages - free if free < low_pages else 0
+
+    def close(self, index: Index) -> None:
+        """Write recency, drop mappings, release locks: the volumes are orphans, warm for whoever comes next."""
+        self._stop.set()
+        self._recency_at = float("-inf")
+        try:
+            self._stamp_recency(index)
+        except StepwellError as error:
+            _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), error)
+        for member in list(self._members.values()):
+            self._before_detach(member)
+            self._set.remove(member.number)
+            del self._members[member.number]
+        self._directory.close()
+
+    # ---- volumes in and out --------------------------------------------------------------------------------------------
+
+    def _grow(self, index: Index) -> bool:
+        """Take one more volume: an orphan of ours, or a new one. False: no room."""
+        taken = self._directory.grow()
+        if isinstance(taken, DirectoryFull):
+            self._full_at = self._clock.monotonic()
+            return False
+        self._full_at = None
+        self._attach(taken, index)
+        return True
+
+    def _may_try_to_grow(self) -> bool:
+        return self._full_at is None or self._clock.monotonic() - self._full_at >= GROW_RETRY
+
+    def _attach(self, held: HeldVolume, index: Index) -> Recovered:
+        """Open a held volume, recover what it holds, and put its slots into use."""
+        try:
+            volume = _core.Volume(
+                self._shape,
+                held.header,
+                held.metadata.detach(),
+                held.pages.detach() if held.pages is not None else -1,
+                held.direct_io and self._direct_io,
+            )
+        except RuntimeError as error:
+            self._directory.give_back(held)
+            raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
+        number = self._set.add(volume)
+        base, count = number << SLOT_BITS, volume.header.slots
+        member = Member(held, volume, number, base, count)
+        found = Recovered(0, 0)
+        try:
+            if held.is_rebooted:
+                volume.write_boot_id(self._directory.boot_id)
+            if not held.is_adopted:
+                volume.prefault(self._stop)  # ahead of need: no save pays for the first touch
+            index.add_slots(self._tier, base, count, True)
+            if held.is_adopted:
+                found = self._recover(member, index)
+            index.open_slots(self._tier, base)
+        except OSError as error:
+            self._set.remove(number)
+            self._directory.give_back(held)
+            raise TierIOError(f"{self._tier.name.lower()} volume {held.volume_id} cannot be read: {error}") from error
+        self._members[number] = member
+        self._after_attach(member)
+        return found
+
+    def _recover(self, member: Member, index: Index) -> Recovered:
+        (slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged) = (
+            member.volume.recover(self._epoch)
+        )
+        accepted = index.recover(
+            self._tier,
+            slots + np.uint32(member.base),
+            keys,
+            key_lengths,
+            parents,
+            parent_lengths,
+            parent_states,
+            depths,
+            kinds,
+            epochs,
+            stamps,
+        )
+        refused = slots[accepted == 0]
+        member.volume.retire(np.ascontiguousarray(refused))
+        return Recovered(int(accepted.sum()), int(refused.size) + int(damaged))
+
+    def _start_leaving(self, index: Index) -> None:
+        """Choose the volume of lowest rank and take it out of service."""
+        staying = [member for member in self._members.values() if not member.is_leaving]
+        if len(staying) < len(self._members) or not staying:
+            return  # one at a time
+        order = index.rank_order(self._tier)
+        position = np.arange(order.size)
+        numbers = order >> SLOT_BITS
+
+        def rank(member: Member) -> float:
+            mine = position[numbers == member.number]
+            return float(mine.mean()) if mine.size else -1.0
+
+        lowest = min(staying, key=rank)
+        lowest.is_leaving = True
+        index.close_slots(self._tier, lowest.base)
+        self._finish_leaving(index)
+
+    def _finish_leaving(self, index: Index) -> None:
+        """Give back what is leaving, once nothing holds it. Records stay: whoever adopts the volume finds it warm."""
+        for member in [m for m in self._members.values() if m.is_leaving]:
+            pages, slots, numbers = index.claim_victims(self._tier, member.count, member.base)
+            gone = index.finish_many(pages, self._tier, numbers) == _core.Status.ok.value
+            index.free_slots(self._tier, slots[gone])
+            if index.drop_slots(self._tier, member.base):
+                continue
+            self._before_detach(member)
+            self._set.remove(member.number)
+            del self._members[member.number]
+            self._directory.give_back(member.held)
+
+    def _stamp_recency(self, index: Index) -> None:
+        """Write the order of pages into their volumes, if it is time."""
+        now = self._clock.monotonic()
+        if now - self._recency_at < self._recency_seconds:
+            return
+        self._recency_at = now
+        order = index.rank_order(self._tier)
+        numbers = order >> SLOT_BITS
+        for member in list(self._members.values()):
+            mine = (order[numbers == member.number] - np.uint32(member.base)).astype(np.uint32)
+            if mine.size:
+                member.volume.write_recency(np.ascontiguousarray(mine))
+            self._after_recency(member)
+
+    # ---- what a kind of tier adds ------------------------------------------------------------------------------------------
+
+    def _after_attach(self, member: Member) -> None:
+        """A volume is in use."""
+
+    def _after_recency(self, member: Member) -> None:
+        """The order of a volume's pages was written."""
+
+    def _before_detach(self, member: Member) -> None:
+        """A volume goes out of use."""
+
+
