@@ -65,7 +65,7 @@ uint64_t load_word(const std::byte* from) noexcept {
 
 // Below this a piece is stored through the cache: a streamed line that is not filled whole costs more than it saves, and small
 // pieces are often read again at once. Source: benchmarks/bench_copy.py.
-constexpr size_t kStreamBytes = 4096;
+constexpr size_t kStreamBytes = 1024;
 constexpr size_t kLineBytes = 64;
 constexpr size_t kLaneBytes = 256;
 constexpr size_t kBlockBytes = 4 * kLaneBytes;
@@ -119,6 +119,15 @@ constexpr Kernels kPortable = {"table", update_portable, copy_portable, stream_p
 #define STEPWELL_SSE42 __attribute__((target("sse4.2,pclmul")))
 #define STEPWELL_INLINE_SSE42 __attribute__((target("sse4.2,pclmul"), always_inline)) inline
 
+inline void prefetch_line(const std::byte* line) noexcept {
+  _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+}
+
+// The first lines of a piece, which nothing has announced to the hardware prefetcher yet.
+inline void prefetch_start(const std::byte* source, size_t bytes) noexcept {
+  for (size_t line = 0; line < std::min(bytes, kPrefetchBytes); line += kLineBytes) prefetch_line(source + line);
+}
+
 STEPWELL_INLINE_SSE42 uint64_t step(uint64_t crc, uint64_t word) noexcept { return _mm_crc32_u64(crc, word); }
 
 enum class Store : uint8_t { kNone, kCached, kStreamed };
@@ -143,14 +152,13 @@ STEPWELL_INLINE_SSE42 __m128i shifted(uint64_t crc) noexcept {
                               _mm_cvtsi64_si128(static_cast<long long>(factor)), 0);
 }
 
-// One block of four lanes.
-template <size_t lane, Store store>
+// One block of four lanes; `ahead`: prefetch the lines kPrefetchBytes further on.
+template <size_t lane, Store store, bool ahead>
 STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std::byte* source) noexcept {
   uint64_t a = crc, b = 0, c = 0, d = 0;
   for (size_t line = 0; line < lane; line += std::min(lane, kLineBytes)) {
-    if constexpr (lane >= kLineBytes) {
-      for (size_t i = 0; i < 4; ++i)
-        _mm_prefetch(reinterpret_cast<const char*>(source + kPrefetchBytes + i * lane + line), _MM_HINT_T0);
+    if constexpr (ahead) {
+      for (size_t i = 0; i < 4; ++i) prefetch_line(source + kPrefetchBytes + i * lane + line);
     }
     for (size_t at = line; at < line + std::min(lane, kLineBytes); at += 8) {
       const uint64_t wa = load_word(source + at), wb = load_word(source + lane + at),
@@ -171,8 +179,10 @@ STEPWELL_INLINE_SSE42 uint32_t run_sse42(uint32_t start, std::byte* target, cons
     source += step_bytes, bytes -= step_bytes;
     if constexpr (store != Store::kNone) target += step_bytes;
   };
-  for (; bytes >= kBlockBytes; advance(kBlockBytes)) crc = block<kLaneBytes, store>(crc, target, source);
-  for (; bytes >= 128; advance(128)) crc = block<32, store>(crc, target, source);
+  for (; bytes >= kBlockBytes + kPrefetchBytes; advance(kBlockBytes))
+    crc = block<kLaneBytes, store, true>(crc, target, source);
+  for (; bytes >= kBlockBytes; advance(kBlockBytes)) crc = block<kLaneBytes, store, false>(crc, target, source);
+  for (; bytes >= 128; advance(128)) crc = block<32, store, false>(crc, target, source);
   for (; bytes >= 8; advance(8)) {
     const uint64_t word = load_word(source);
     crc = step(crc, word);
@@ -187,10 +197,12 @@ STEPWELL_INLINE_SSE42 uint32_t run_sse42(uint32_t start, std::byte* target, cons
 }
 
 STEPWELL_SSE42 uint32_t update_sse42(uint32_t crc, const std::byte* from, size_t bytes) noexcept {
+  prefetch_start(from, bytes);
   return run_sse42<Store::kNone>(crc, nullptr, from, bytes);
 }
 
 STEPWELL_SSE42 uint32_t copy_sse42(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+  prefetch_start(source, bytes);
   if (bytes < kStreamBytes) return run_sse42<Store::kCached>(crc, target, source, bytes);
   const size_t head = (kLineBytes - reinterpret_cast<uintptr_t>(target) % kLineBytes) % kLineBytes;
   crc = run_sse42<Store::kCached>(crc, target, source, head);
@@ -206,6 +218,7 @@ __attribute__((target("avx2"))) void stream_avx2(std::byte* target, const std::b
     return;
   }
   const size_t head = (kLineBytes - reinterpret_cast<uintptr_t>(target) % kLineBytes) % kLineBytes;
+  prefetch_start(source, bytes);
   std::memcpy(target, source, head);
   target += head, source += head, bytes -= head;
   for (; bytes >= 128; bytes -= 128, source += 128, target += 128) {
