@@ -9,7 +9,7 @@
 namespace stepwell {
 
 // Invariant: a slot's checksums are those of the bytes last finished in it. Memory is anonymous, 2 MiB aligned, MADV_HUGEPAGE
-// and MADV_DONTFORK, reserved lazily (touched by first use or prefault()).
+// and MADV_DONTFORK, reserved lazily (touched by first use).
 class Slab final : public Medium {
  public:
   // slot bytes = round_up(page bytes, 4096) so that device_put and O_DIRECT may use a slot as it is.
