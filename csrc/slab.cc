@@ -9,6 +9,7 @@
 #include <string>
 
 #include "crc32c.h"
+#include "file.h"
 
 namespace stepwell {
 
@@ -22,7 +23,8 @@ uint64_t round_up(uint64_t value, uint64_t alignment) { return (value + alignmen
 
 }  // namespace
 
-Slab::Slab(const PageShape& shape, uint32_t slots) : shape_(shape), slots_(slots) {
+Slab::Slab(const PageShape& shape, uint32_t slots)
+    : shape_(shape), slots_(slots), fork_(fork_generation.load(std::memory_order_relaxed)) {
   slot_bytes_ = round_up(shape.page_bytes(), kSlotAlignment);
   if (slots == 0) throw std::invalid_argument("a slab needs at least one slot");
   uint64_t bytes = 0;
@@ -48,7 +50,10 @@ Slab::Slab(const PageShape& shape, uint32_t slots) : shape_(shape), slots_(slots
   ::madvise(memory_, memory_bytes_, MADV_DONTFORK);
 }
 
-Slab::~Slab() { ::munmap(memory_, memory_bytes_); }
+Slab::~Slab() {
+  // In a forked child the memory was never there, and its addresses may be another's.
+  if (fork_ == fork_generation.load(std::memory_order_relaxed)) ::munmap(memory_, memory_bytes_);
+}
 
 std::byte* Slab::slot_address(uint32_t slot) const noexcept { return memory_ + slot * slot_bytes_; }
 

@@ -47,6 +47,21 @@ void acquire_fence() noexcept { std::atomic_thread_fence(std::memory_order_acqui
 #pragma GCC diagnostic pop
 #endif
 
+// First touch of every page of a mapping that leaves its content alone, whatever a worker stores there meanwhile.
+Status touch(std::byte* first, uint64_t bytes) noexcept {
+  struct Job {
+    std::byte* first;
+    uint64_t bytes;
+  } job{first, bytes};
+  return guard::run(
+      [](void* argument) noexcept {
+        const Job& it = *static_cast<Job*>(argument);
+        for (uint64_t offset = 0; offset < it.bytes; offset += kSmallestPage)
+          __atomic_fetch_or(reinterpret_cast<uint8_t*>(it.first + offset), uint8_t{0}, __ATOMIC_RELAXED);
+      },
+      &job);
+}
+
 uint64_t first_word(const std::byte* bytes) noexcept {
   uint64_t word;
   std::memcpy(&word, bytes, sizeof(word));
@@ -109,7 +124,8 @@ Volume::Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata,
 }
 
 Volume::~Volume() {
-  if (mapping_ == nullptr) return;
+  // In a forked child the mapping was never there, and its addresses may be another's.
+  if (mapping_ == nullptr || !metadata_.valid()) return;
   // The range goes first: between the two calls no address of the range can be another mapping's.
   guard::remove_range(mapping_);
   file::unmap(mapping_, header_.metadata_bytes);
@@ -496,12 +512,8 @@ Status Volume::prefault(const std::atomic<bool>* stop) noexcept {
       if (errno != EINVAL) return errno == EFAULT ? Status::kBusFault : Status::kIOError;
       populate = false;  // a kernel before 5.14
     }
-    // A load is enough: a shared writable mapping of tmpfs gets a writable entry at the first touch of either kind, and a load cannot
-    // undo what a worker stores meanwhile.
-    for (uint64_t offset = first; offset < first + bytes; offset += kSmallestPage) {
-      uint64_t ignored = 0;
-      if (Status status = guard::load_acquire(mapping_ + offset, &ignored); status != Status::kOk) return status;
-    }
+    const Status status = touch(mapping_ + first, bytes);
+    if (status != Status::kOk) return status;
   }
   return Status::kOk;
 }

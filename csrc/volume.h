@@ -95,6 +95,7 @@ class Volume final : public Medium {
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 
   const VolumeHeader& header() const noexcept { return header_; }
+  const PageShape& shape() const noexcept { return shape_; }
   // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps generations. Pages come by slot.
   // A slot whose generation has reached its limit counts as damaged each time. REQUIRES that nobody reads or writes pages here meanwhile.
   Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept;
@@ -108,7 +109,10 @@ class Volume final : public Medium {
   void leave_mapping() noexcept { use_mapping_.store(false, std::memory_order_relaxed); }
 
  private:
-  bool by_mapping() const noexcept { return mapping_ != nullptr && use_mapping_.load(std::memory_order_relaxed); }
+  // A forked child has no mapping (MADV_DONTFORK) and no descriptor: every call of it fails.
+  bool by_mapping() const noexcept {
+    return mapping_ != nullptr && use_mapping_.load(std::memory_order_relaxed) && metadata_.valid();
+  }
   uint64_t record_offset(uint32_t slot) const noexcept { return header_.records_offset + uint64_t{kRecordBytes} * slot; }
   uint64_t checksums_offset(uint32_t slot) const noexcept {
     return header_.checksums_offset + uint64_t{4} * header_.layers * slot;
