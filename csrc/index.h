@@ -174,6 +174,7 @@ class Index {
   uint64_t pages() const;   // page records
   uint64_t nodes() const;   // tree edges
   uint64_t leases() const;
+  uint64_t bytes() const;   // memory of records, tree, ranks and maps
   void poison() noexcept;   // from now on every lookup misses
   bool poisoned() const noexcept;
   // Verifies I1..I6 by a full scan; "" or what is wrong. For tests and `verify`.
