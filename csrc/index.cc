@@ -669,6 +669,7 @@ Index::Index(uint32_t page_tokens) {
   impl_ = std::make_unique<Impl>(page_tokens);
 }
 Index::~Index() = default;
+uint32_t Index::page_tokens() const noexcept { return impl_->pages.page_tokens(); }
 
 // ---- slots ---------------------------------------------------------------------------------------------------------
 
@@ -877,6 +878,10 @@ uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t cou
     }
     return written;
   });
+}
+
+uint32_t Index::lease_length(uint64_t lease) const {
+  return impl_->locked([&] { return impl_->live_lease(lease).pages(); });
 }
 
 void Index::retain(uint64_t lease) {
