@@ -69,6 +69,7 @@ constexpr size_t kStreamBytes = 1024;
 constexpr size_t kLineBytes = 64;
 constexpr size_t kLaneBytes = 256;
 constexpr size_t kBlockBytes = 4 * kLaneBytes;
+constexpr size_t kSmallBlockBytes = 128;  // four lanes of 32: for what is left, and for small pieces
 constexpr size_t kPrefetchBytes = 2 * kBlockBytes;
 
 // ---- portable ----
@@ -132,12 +133,13 @@ STEPWELL_INLINE_SSE42 uint64_t step(uint64_t crc, uint64_t word) noexcept { retu
 
 enum class Store : uint8_t { kNone, kCached, kStreamed };
 
+// `target` is null where nothing is stored, so it is only offset where something is.
 template <Store store>
-STEPWELL_INLINE_SSE42 void put(std::byte* target, uint64_t word) noexcept {
+STEPWELL_INLINE_SSE42 void put(std::byte* target, size_t at, uint64_t word) noexcept {
   if constexpr (store == Store::kStreamed) {
-    _mm_stream_si64(reinterpret_cast<long long*>(target), static_cast<long long>(word));
+    _mm_stream_si64(reinterpret_cast<long long*>(target + at), static_cast<long long>(word));
   } else if constexpr (store == Store::kCached) {
-    std::memcpy(target, &word, sizeof word);
+    std::memcpy(target + at, &word, sizeof word);
   }
 }
 
@@ -152,20 +154,21 @@ STEPWELL_INLINE_SSE42 __m128i shifted(uint64_t crc) noexcept {
                               _mm_cvtsi64_si128(static_cast<long long>(factor)), 0);
 }
 
-// One block of four lanes; `ahead`: prefetch the lines kPrefetchBytes further on.
+// One block of four lanes, `at` bytes into source and target. `ahead`: prefetch the lines kPrefetchBytes further on.
 template <size_t lane, Store store, bool ahead>
-STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std::byte* source) noexcept {
+STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std::byte* source, size_t at) noexcept {
+  constexpr size_t kRun = std::min(lane, kLineBytes);
   uint64_t a = crc, b = 0, c = 0, d = 0;
-  for (size_t line = 0; line < lane; line += std::min(lane, kLineBytes)) {
+  for (size_t line = at; line < at + lane; line += kRun) {
     if constexpr (ahead) {
-      for (size_t i = 0; i < 4; ++i) prefetch_line(source + kPrefetchBytes + i * lane + line);
+      for (size_t i = 0; i < 4; ++i) prefetch_line(source + line + kPrefetchBytes + i * lane);
     }
-    for (size_t at = line; at < line + std::min(lane, kLineBytes); at += 8) {
-      const uint64_t wa = load_word(source + at), wb = load_word(source + lane + at),
-                     wc = load_word(source + 2 * lane + at), wd = load_word(source + 3 * lane + at);
+    for (size_t i = line; i < line + kRun; i += 8) {
+      const uint64_t wa = load_word(source + i), wb = load_word(source + i + lane),
+                     wc = load_word(source + i + 2 * lane), wd = load_word(source + i + 3 * lane);
       a = step(a, wa), b = step(b, wb), c = step(c, wc), d = step(d, wd);
-      put<store>(target + at, wa), put<store>(target + lane + at, wb);
-      put<store>(target + 2 * lane + at, wc), put<store>(target + 3 * lane + at, wd);
+      put<store>(target, i, wa), put<store>(target, i + lane, wb);
+      put<store>(target, i + 2 * lane, wc), put<store>(target, i + 3 * lane, wd);
     }
   }
   const __m128i joined = _mm_xor_si128(_mm_xor_si128(shifted<3 * lane>(a), shifted<2 * lane>(b)), shifted<lane>(c));
@@ -173,25 +176,24 @@ STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std:
 }
 
 template <Store store>
-STEPWELL_INLINE_SSE42 uint32_t run_sse42(uint32_t start, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+STEPWELL_INLINE_SSE42 uint32_t run_sse42(uint32_t start, std::byte* target, const std::byte* source,
+                                         size_t bytes) noexcept {
   uint64_t crc = start;
-  const auto advance = [&](size_t step_bytes) __attribute__((always_inline)) {
-    source += step_bytes, bytes -= step_bytes;
-    if constexpr (store != Store::kNone) target += step_bytes;
-  };
-  for (; bytes >= kBlockBytes + kPrefetchBytes; advance(kBlockBytes))
-    crc = block<kLaneBytes, store, true>(crc, target, source);
-  for (; bytes >= kBlockBytes; advance(kBlockBytes)) crc = block<kLaneBytes, store, false>(crc, target, source);
-  for (; bytes >= 128; advance(128)) crc = block<32, store, false>(crc, target, source);
-  for (; bytes >= 8; advance(8)) {
-    const uint64_t word = load_word(source);
+  size_t at = 0;
+  for (; bytes - at >= kBlockBytes + kPrefetchBytes; at += kBlockBytes)
+    crc = block<kLaneBytes, store, true>(crc, target, source, at);
+  for (; bytes - at >= kBlockBytes; at += kBlockBytes) crc = block<kLaneBytes, store, false>(crc, target, source, at);
+  for (; bytes - at >= kSmallBlockBytes; at += kSmallBlockBytes)
+    crc = block<kSmallBlockBytes / 4, store, false>(crc, target, source, at);
+  for (; bytes - at >= 8; at += 8) {
+    const uint64_t word = load_word(source + at);
     crc = step(crc, word);
-    put<store>(target, word);
+    put<store>(target, at, word);
   }
-  for (; bytes > 0; advance(1)) {
-    const std::byte byte = *source;
+  for (; at < bytes; ++at) {
+    const std::byte byte = source[at];
     crc = _mm_crc32_u8(static_cast<uint32_t>(crc), static_cast<uint8_t>(byte));
-    if constexpr (store != Store::kNone) *target = byte;
+    if constexpr (store != Store::kNone) target[at] = byte;
   }
   return static_cast<uint32_t>(crc);
 }

@@ -85,6 +85,7 @@ class Index {
   ~Index();
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
+  uint32_t page_tokens() const noexcept;
 
   // ---- slots -------------------------------------------------------------------------------------------------
   // Adds [first, first+count) as free slots. REQUIRES no overlap.
@@ -112,6 +113,7 @@ class Index {
   MatchResult match_keys_and_pin(const Key* keys, uint32_t count, uint8_t kind, TierMask usable);
   // Pages, tiers and slots of a lease, in order, from `first_page` on. Returns how many were written. REQUIRES the lease is live.
   uint32_t lease_pages(uint64_t lease, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers, uint32_t* slots) const;
+  uint32_t lease_length(uint64_t lease) const;  // pages. REQUIRES the lease is live
   void retain(uint64_t lease);   // one more owner
   bool release(uint64_t lease);  // false: unknown or already released by all (a double release: the caller raises)
   // Drops the pins past `pages`; the lease then covers the first `pages` only.
@@ -174,6 +176,7 @@ class Index {
   uint64_t pages() const;   // page records
   uint64_t nodes() const;   // tree edges
   uint64_t leases() const;
+  uint64_t bytes() const;   // memory of records, tree, ranks and maps
   void poison() noexcept;   // from now on every lookup misses
   bool poisoned() const noexcept;
   // Verifies I1..I6 by a full scan; "" or what is wrong. For tests and `verify`.

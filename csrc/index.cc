@@ -1,0 +1,1722 @@
+// The index: tree, table, ranks, slots, claims and leases together, under one mutex. See index.h.
+#include "index.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "page_table.h"
+#include "radix.h"
+#include "rank.h"
+#include "sha256.h"
+#include "slots.h"
+
+namespace stepwell {
+
+namespace {
+
+constexpr uint8_t kKv = 1;                    // the kind whose keys are prefix hashes
+constexpr uint8_t kNoTier = 0xff;
+constexpr uint32_t kFirstHashPages = 32;      // hashed past the tree's end before the first look; doubles from then on, because
+constexpr uint32_t kMostHashPages = 1024;     // what was found once is likely to go on, and a miss should cost little
+constexpr size_t kLogEntries = 256;           // touches kept back; with 32,768 pages at about 10 ns each, applying a full log
+constexpr uint64_t kLogPages = 32768;         // holds the mutex for less than a millisecond
+
+constexpr size_t at(int tier) { return static_cast<size_t>(tier); }
+constexpr size_t at(Tier tier) { return static_cast<size_t>(tier); }
+constexpr bool has(TierMask tiers, int tier) { return ((tiers >> tier) & 1) != 0; }
+
+// What a page's packed residency means to a match that may use some tiers.
+struct Standing {
+  uint8_t tier = kNoTier;  // the fastest usable one: RESIDENT in it, or (leaving) only LEAVING anywhere usable
+  bool leaving = false;
+  bool arriving = false;
+  bool quarantined = false;
+};
+
+Standing standing(uint32_t packed, TierMask usable) {
+  Standing out;
+  uint8_t leaving_tier = kNoTier;
+  for (int tier = 0; tier < kTiers; ++tier) {
+    if (!has(usable, tier)) continue;
+    switch (static_cast<Residency>((packed >> (8 * tier)) & 0xff)) {
+      case Residency::kResident:
+        out.tier = static_cast<uint8_t>(tier);
+        return out;
+      case Residency::kLeaving:
+        if (leaving_tier == kNoTier) leaving_tier = static_cast<uint8_t>(tier);
+        break;
+      case Residency::kArriving: out.arriving = true; break;
+      case Residency::kQuarantined: out.quarantined = true; break;
+      case Residency::kAbsent: break;
+    }
+  }
+  out.tier = leaving_tier;
+  out.leaving = leaving_tier != kNoTier;
+  return out;
+}
+
+// Pins of one tier along the tree: from depth first_page to the end of edge `end`.
+struct LeaseSpan {
+  NodeId end;
+  uint32_t first_page;
+  uint32_t pages;
+  uint8_t tier;
+};
+
+struct LoosePin {
+  PageId page;
+  uint8_t tier;
+};
+
+struct Lease {
+  uint32_t generation = 0;
+  uint32_t owners = 0;  // 0: free
+  std::vector<LeaseSpan> spans;   // of a match by tokens
+  std::vector<LoosePin> loose;    // of a match by keys
+  uint32_t pages() const {
+    return spans.empty() ? static_cast<uint32_t>(loose.size()) : spans.back().first_page + spans.back().pages;
+  }
+};
+
+struct Namespace {
+  bool has_seed = false;
+  std::array<uint8_t, kDigestBytes> seed{};
+  NodeId root = kNoNode;  // of the current epoch
+};
+
+// What is known of a token path, without having changed anything.
+struct Survey {
+  TreePlace place;                  // where the tree ends
+  std::vector<Span> spans;          // of the usable run
+  std::vector<LoosePin> leaving;    // pages of the run that must be kept to be usable
+  std::vector<PageId> by_key;       // pages of the run past the tree's end
+  uint32_t usable = 0;
+  uint32_t pending = 0;
+  Miss miss = Miss::kNone;
+  bool wants_hashes = false;        // it ended only for lack of hashes, from page hash_from on
+  uint32_t hash_from = 0;
+};
+
+}  // namespace
+
+class Index::Impl {
+ public:
+  explicit Impl(uint32_t page_tokens) : pages(page_tokens), tree(&pages) {}
+
+  mutable std::mutex mutex;
+  PageTable pages;
+  Radix tree;
+  std::array<Rank, kTiers> ranks;
+  std::array<SlotRanges, kTiers> slots;
+  std::array<std::array<uint64_t, kResidencies>, kTiers> in_state{};  // pages; kAbsent is not counted
+  std::array<uint64_t, kTiers> page_pinned{};                         // RESIDENT pages with a page pin
+  std::array<std::vector<PageId>, kTiers> quarantined;
+  std::vector<Namespace> namespaces;
+  std::map<std::pair<uint32_t, uint64_t>, NodeId> roots;              // (namespace, epoch)
+  uint64_t epoch = 0;
+  std::vector<Lease> leases;
+  std::vector<uint32_t> free_leases;
+  uint64_t live_leases = 0;
+  std::vector<PageId> touches;                                        // ends of paths, in call order
+  uint64_t touched_pages = 0;
+  std::atomic<bool> poisoned{false};
+  mutable std::vector<NodeId> path;                                   // scratch of path_to()
+
+  // Runs f under the mutex; an assertion that fails in it poisons the index.
+  template <typename F>
+  auto locked(F&& f) {
+    const std::lock_guard lock(mutex);
+    try {
+      return f();
+    } catch (const AssertionFailure&) {
+      poisoned.store(true);
+      throw;
+    }
+  }
+
+  // ---- residency -------------------------------------------------------------------------------------------------
+  bool page_has_pin(PageId page) const { return pages.lease_pins(page) + pages.claim_pins(page) > 0; }
+  bool is_pinned(PageId page, int tier) const {
+    if (page_has_pin(page)) return true;
+    const NodeId node = pages.node(page);
+    return node != kNoNode && tree.node(node).pins[at(tier)] > 0;
+  }
+
+  // Moves a residency, its counters and its place in the rank; entering the rank is enter_rank()'s.
+  void move(PageId page, int tier, Move move) {
+    const Residency from = pages.residency(page, tier);
+    const Residency to = after(move, from);
+    STEPWELL_ASSERT(to != kIllegal);
+    if (from != Residency::kAbsent) --in_state[at(tier)][static_cast<size_t>(from)];
+    if (to != Residency::kAbsent) ++in_state[at(tier)][static_cast<size_t>(to)];
+    if (from == Residency::kResident) {
+      ranks[at(tier)].leave(page);
+      if (page_has_pin(page)) --page_pinned[at(tier)];
+    } else if (to == Residency::kResident && page_has_pin(page)) {
+      ++page_pinned[at(tier)];
+    }
+    uint32_t& packed = pages.residency(page);
+    packed = (packed & ~(0xffu << (8 * tier))) | (static_cast<uint32_t>(to) << (8 * tier));
+  }
+
+  void add_page_pins(PageId page, int64_t change, bool by_claim) {
+    const bool before = page_has_pin(page);
+    uint32_t& pins = by_claim ? pages.claim_pins(page) : pages.lease_pins(page);
+    pins = static_cast<uint32_t>(pins + change);
+    const bool after = page_has_pin(page);
+    if (before == after) return;
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (pages.residency(page, tier) == Residency::kResident) page_pinned[at(tier)] += after ? 1 : uint64_t(-1);
+    }
+  }
+
+  void make_resident(PageId page, int tier, Move by) {
+    apply_touches();
+    move(page, tier, by);
+    enter_rank(page, tier);
+  }
+
+  // The page has no more to do with its slot.
+  uint32_t take_slot(PageId page, int tier, SlotUse use) {
+    const uint32_t slot = pages.slot(page, tier);
+    pages.slot(page, tier) = kNoSlot;
+    slots[at(tier)].set_use(slot, use);
+    return slot;
+  }
+
+  uint32_t next_number(PageId page, int tier) { return ++pages.number(page, tier); }
+
+  // ---- rank ------------------------------------------------------------------------------------------------------
+  PageId nearest_resident_ancestor(PageId page, int tier) const {
+    for (PageId p = pages.parent(page); p != kNoPage; p = pages.parent(p)) {
+      if (pages.residency(p, tier) == Residency::kResident) return p;
+    }
+    return kNoPage;
+  }
+
+  // As just used, but never above an ancestor (I4: directly below one is above all its other descendants). A page that no match can
+  // reach, its parent gone or its epoch past, goes to the leaving end.
+  void enter_rank(PageId page, int tier) {
+    Rank& rank = ranks[at(tier)];
+    const bool is_old = pages.epoch(page) != epoch;
+    const bool is_cut_off = pages.parent_state(page) == ParentState::kKnown && pages.residency(pages.parent(page)) == 0;
+    if ((is_old || is_cut_off) && pages.children(page) == 0) return rank.enter_lowest(page);
+    const PageId ancestor = nearest_resident_ancestor(page, tier);
+    if (ancestor != kNoPage) return rank.enter_below(page, ancestor);
+    if (!is_old) return rank.enter_highest(page);
+    uint32_t last_old = Rank::kNone;
+    for (uint32_t p = rank.first(); p != Rank::kNone && pages.epoch(p) != epoch; p = rank.after(p)) last_old = p;
+    if (last_old == Rank::kNone) return rank.enter_lowest(page);
+    rank.enter_above(page, last_old);
+  }
+
+  void log_touch(PageId end, uint64_t path_pages) {
+    if (!touches.empty() && touches.back() == end) return;
+    if (touches.size() >= kLogEntries || touched_pages >= kLogPages) apply_touches();
+    touches.push_back(end);
+    touched_pages += path_pages;
+  }
+
+  // From tail to head, so that an ancestor ends above its descendants.
+  void apply_touches() {
+    for (const PageId end : touches) {
+      if (pages.epoch(end) != epoch) continue;
+      for (PageId page = end; page != kNoPage; page = pages.parent(page)) {
+        const uint32_t packed = pages.residency(page);
+        for (int tier = 0; tier < kTiers; ++tier) {
+          if (((packed >> (8 * tier)) & 0xff) == static_cast<uint32_t>(Residency::kResident)) ranks[at(tier)].touch(page);
+        }
+      }
+    }
+    touches.clear();
+    touched_pages = 0;
+  }
+
+  // ---- records ---------------------------------------------------------------------------------------------------
+  bool is_dead(PageId page) const {
+    return pages.residency(page) == 0 && pages.children(page) == 0 && !page_has_pin(page);
+  }
+
+  void drop_if_dead(PageId page) {
+    while (page != kNoPage && is_dead(page)) {
+      apply_touches();  // the log names pages: none may die in it
+      if (pages.node(page) != kNoNode) {
+        const NodeId childless = tree.detach(page);
+        if (childless != kNoNode) drop_old_root(childless);
+      }
+      const PageId parent = pages.parent(page);
+      pages.destroy(page);
+      if (parent != kNoPage) --pages.children(parent);
+      page = parent;
+    }
+  }
+
+  void drop_old_root(NodeId root) {
+    for (auto it = roots.begin(); it != roots.end(); ++it) {
+      if (it->second != root) continue;
+      if (it->first.second == epoch) return;
+      tree.drop_root(root);
+      roots.erase(it);
+      return;
+    }
+  }
+
+  NodeId root_of(uint32_t name_space) {
+    Namespace& space = namespaces[name_space];
+    if (space.root == kNoNode) {
+      space.root = tree.make_root();
+      roots[{name_space, epoch}] = space.root;
+    }
+    return space.root;
+  }
+
+  void link(PageId page, PageId parent) {
+    pages.parent(page) = parent;
+    pages.parent_state(page) = ParentState::kKnown;
+    ++pages.children(parent);
+  }
+
+  // Links a page of unknown parent where that cannot be wrong: depths fit, and no cycle arises (labels of a volume are not trusted).
+  // Keeps: where a page's depth is known, so is its linked parent's, one less. True if `parent` is the page's parent now.
+  bool try_link(PageId page, PageId parent) {
+    if (pages.parent_state(page) != ParentState::kUnknown) return pages.parent(page) == parent;
+    if (page == parent || pages.node(page) != kNoNode) return false;
+    const uint32_t depth = pages.depth(page), parent_depth = pages.depth(parent);
+    if (depth != kUnknownDepth && parent_depth != kUnknownDepth) {
+      if (depth != parent_depth + 1) return false;
+    } else if (depth != kUnknownDepth) {
+      if (depth == 0 || pages.parent_state(parent) != ParentState::kUnknown) return false;
+      pages.depth(parent) = depth - 1;
+    } else if (parent_depth != kUnknownDepth) {
+      pages.depth(page) = parent_depth + 1;
+    } else if (pages.children(page) > 0) {
+      for (PageId p = parent; p != kNoPage; p = pages.parent(p)) {
+        if (p == page) return false;
+      }
+    }
+    link(page, parent);
+    return true;
+  }
+
+  PageId page_before(const TreePlace& place) const {
+    if (place.depth == 0) return kNoPage;
+    return tree.node(place.node).pages[place.in_node - 1];
+  }
+
+  // Whether what is known of `page` forbids its place behind `place`: it lies elsewhere, or its label says otherwise.
+  bool contradicts(PageId page, const TreePlace& place) const {
+    if (pages.node(page) != kNoNode) return true;
+    if (pages.depth(page) != kUnknownDepth && pages.depth(page) != place.depth) return true;
+    switch (pages.parent_state(page)) {
+      case ParentState::kRoot: return place.depth != 0;
+      case ParentState::kKnown: return pages.parent(page) != page_before(place);
+      case ParentState::kUnknown: return false;
+    }
+    return true;
+  }
+
+  // REQUIRES !contradicts(). The caller touches the path: a new link can put a page above its ancestors.
+  void attach(TreePlace* place, PageId page, const int32_t* tokens) {
+    const PageId parent = page_before(*place);
+    if (parent == kNoPage) {
+      pages.parent_state(page) = ParentState::kRoot;
+    } else if (pages.parent_state(page) != ParentState::kKnown) {
+      link(page, parent);
+    }
+    pages.depth(page) = place->depth;
+    tree.attach(place, page, tokens);
+  }
+
+  // ---- paths -----------------------------------------------------------------------------------------------------
+  // Nodes from below the root to `node`, in `path`.
+  void path_to(NodeId node) const {
+    path.clear();
+    for (; tree.node(node).parent != kNoNode; node = tree.node(node).parent) path.push_back(node);
+    std::reverse(path.begin(), path.end());
+  }
+
+  // f(first id, count, packed residency) for runs of equal residency and consecutive ids of the path to `place`; stops where f says false.
+  template <typename F>
+  bool scan(const TreePlace& place, F&& f) const {
+    path_to(place.node);
+    for (const NodeId id : path) {
+      const Node& node = tree.node(id);
+      const uint32_t size = id == place.node ? place.in_node : static_cast<uint32_t>(node.pages.size());
+      for (uint32_t i = 0; i < size;) {
+        const PageId first = node.pages[i];
+        const uint32_t consecutive = id_run(node.pages.data() + i, size - i);
+        const uint32_t* packed = &pages.block(first).residency[PageTable::index(first)];
+        uint32_t n = 1;
+        while (n + 16 <= consecutive) {
+          uint32_t differs = 0;
+          for (uint32_t k = 0; k < 16; ++k) differs |= packed[n + k] ^ packed[0];
+          if (differs != 0) break;
+          n += 16;
+        }
+        while (n < consecutive && packed[n] == packed[0]) ++n;
+        if (!f(first, n, packed[0])) return false;
+        i += n;
+      }
+    }
+    return true;
+  }
+
+  // The prefix hashes of pages [first, first + count) that a lookup has made so far.
+  struct Hashes {
+    uint32_t first = 0;
+    uint32_t count = 0;
+    uint32_t batch = kFirstHashPages;
+    std::vector<uint8_t> bytes;
+    std::array<uint8_t, kDigestBytes> prior{};
+    bool has_prior = false;
+
+    bool covers(uint32_t page) const { return page >= first && page - first < count; }
+    const uint8_t* of(uint32_t page) const { return bytes.data() + static_cast<size_t>(page - first) * kDigestBytes; }
+    // Outside the mutex. Makes the next batch, from page `from` on, on top of `prior`.
+    void extend(uint32_t from, const int32_t* tokens, uint32_t total, size_t page_tokens) {
+      if (count == 0 || from != first + count) {
+        first = from;
+        count = 0;
+      }
+      const uint32_t n = std::min(batch, total - from);
+      bytes.resize(static_cast<size_t>(count + n) * kDigestBytes);
+      hash_chain(has_prior ? prior.data() : nullptr, tokens + from * page_tokens, n, page_tokens,
+                 bytes.data() + static_cast<size_t>(count) * kDigestBytes);
+      count += n;
+      batch = std::min(batch * 2, kMostHashPages);
+    }
+  };
+
+  // Sets what page `before`'s successor is hashed on; false where its key is no prefix hash.
+  bool set_prior(uint32_t name_space, PageId before, Hashes* hashes) const {
+    if (before == kNoPage) {
+      hashes->has_prior = namespaces[name_space].has_seed;
+      hashes->prior = namespaces[name_space].seed;
+      return true;
+    }
+    const Key key = pages.key(before);
+    if (key.length != kDigestBytes || pages.kind(before) != kKv) return false;
+    hashes->has_prior = true;
+    std::memcpy(hashes->prior.data(), key.bytes.data(), kDigestBytes);
+    return true;
+  }
+
+  // Calls f(page, place_or_depth) for pages past the tree's end, as far as hashes are known. Sets wants_hashes in `survey` where only hashes were missing.
+  template <typename F>
+  void scan_by_key(uint32_t name_space, uint32_t total, Hashes* hashes, Survey* survey, F&& f) {
+    PageId before = page_before(survey->place);
+    TreePlace place = survey->place;
+    for (uint32_t i = survey->place.depth; i < total; ++i) {
+      if (!hashes->covers(i)) {
+        if (!set_prior(name_space, before, hashes)) return;
+        survey->wants_hashes = true;
+        survey->hash_from = i;
+        return;
+      }
+      const PageId page = pages.find(hashes->of(i), kDigestBytes, kKv, epoch);
+      if (page == kNoPage || pages.node(page) != kNoNode) return;
+      if (i == place.depth && contradicts(page, place)) return;
+      if (i > place.depth && (pages.parent_state(page) == ParentState::kRoot ||
+                              (pages.depth(page) != kUnknownDepth && pages.depth(page) != i) ||
+                              (pages.parent_state(page) == ParentState::kKnown && pages.parent(page) != before))) {
+        return;
+      }
+      if (!f(page)) return;
+      before = page;
+    }
+  }
+
+  Survey survey(uint32_t name_space, const int32_t* tokens, uint32_t total, TierMask usable, Hashes* hashes) {
+    Survey out;
+    const NodeId root = namespaces[name_space].root;
+    if (root == kNoNode) {
+      out.place = {kNoNode, 0, 0};
+    } else {
+      out.place = tree.walk(root, tokens, total);
+    }
+    bool in_run = true;
+    uint32_t last_packed = 0;
+    Standing last = standing(0, usable);
+    const auto feed = [&](PageId first, uint32_t n, uint32_t packed) {
+      if (packed != last_packed) {
+        last_packed = packed;
+        last = standing(packed, usable);
+      }
+      if (in_run && last.tier != kNoTier) {
+        if (!out.spans.empty() && static_cast<uint8_t>(out.spans.back().tier) == last.tier) {
+          out.spans.back().pages += n;
+        } else {
+          out.spans.push_back({out.usable, n, static_cast<Tier>(last.tier)});
+        }
+        if (last.leaving) {
+          for (uint32_t k = 0; k < n; ++k) out.leaving.push_back({first + k, last.tier});
+        }
+        out.usable += n;
+        return true;
+      }
+      if (in_run) {
+        in_run = false;
+        out.miss = last.arriving ? Miss::kPending : last.quarantined ? Miss::kQuarantined : Miss::kAbsent;
+      }
+      if (out.miss != Miss::kPending || (last.tier == kNoTier && !last.arriving)) return false;
+      out.pending += n;
+      return true;
+    };
+    const bool reached_end = out.place.node == kNoNode || scan(out.place, feed);
+    if (reached_end) {
+      scan_by_key(name_space, total, hashes, &out, [&](PageId page) {
+        const bool go_on = feed(page, 1, pages.residency(page));
+        if (go_on && in_run) out.by_key.push_back(page);
+        return go_on;
+      });
+    }
+    if (in_run && out.usable < total) out.miss = Miss::kAbsent;
+    return out;
+  }
+
+  // Pages found by key enter the tree with the tokens that hashed to them.
+  void graft(uint32_t name_space, const int32_t* tokens, Survey* found) {
+    if (found->by_key.empty()) return;
+    if (found->place.node == kNoNode) found->place = {root_of(name_space), 0, 0};
+    for (const PageId page : found->by_key) {
+      attach(&found->place, page, tokens + static_cast<size_t>(found->place.depth) * pages.page_tokens());
+    }
+    log_touch(found->by_key.back(), found->place.depth);
+    found->by_key.clear();
+  }
+
+  // ---- leases ----------------------------------------------------------------------------------------------------
+  uint64_t make_lease(Lease&& lease) {
+    uint32_t index;
+    if (!free_leases.empty()) {
+      index = free_leases.back();
+      free_leases.pop_back();
+    } else {
+      index = static_cast<uint32_t>(leases.size());
+      leases.emplace_back();
+    }
+    lease.generation = leases[index].generation + 1;
+    lease.owners = 1;
+    leases[index] = std::move(lease);
+    ++live_leases;
+    return (static_cast<uint64_t>(leases[index].generation) << 32) | index;
+  }
+
+  Lease* find_lease(uint64_t id) {
+    const uint32_t index = static_cast<uint32_t>(id);
+    if (index >= leases.size()) return nullptr;
+    Lease& lease = leases[index];
+    return lease.owners > 0 && lease.generation == id >> 32 ? &lease : nullptr;
+  }
+
+  Lease& live_lease(uint64_t id) {
+    Lease* lease = find_lease(id);
+    if (lease == nullptr) throw std::invalid_argument("lease " + std::to_string(id) + " is not live: released, or never given");
+    return *lease;
+  }
+
+  // Pins [first_page, first_page + pages) in `tier`; `below` is a node on the path at or below its end. Edges are split at both ends.
+  LeaseSpan pin_span(NodeId below, const Span& span) {
+    const uint32_t end = span.first_page + span.pages;
+    const int tier = static_cast<int>(span.tier);
+    while (tree.node(below).start >= end) below = tree.node(below).parent;
+    if (tree.node(below).end() > end) below = tree.split(below, end - tree.node(below).start);
+    const LeaseSpan out{below, span.first_page, span.pages, static_cast<uint8_t>(tier)};
+    for (NodeId node = below;; node = tree.node(node).parent) {
+      if (tree.node(node).start < span.first_page) tree.split(node, span.first_page - tree.node(node).start);
+      tree.pin(node, tier);
+      if (tree.node(node).start == span.first_page) return out;
+    }
+  }
+
+  void unpin_span(const LeaseSpan& span) {
+    for (NodeId node = span.end;;) {
+      const uint32_t start = tree.node(node).start;
+      const NodeId parent = tree.node(node).parent;
+      tree.unpin(node, span.tier);
+      if (start <= span.first_page) return;
+      node = parent;
+    }
+  }
+
+  // Ids of the pages that a span covers from `skip` on, at most `most`, appended.
+  void span_pages(const LeaseSpan& span, uint32_t skip, uint32_t most, std::vector<PageId>* out) const {
+    path.clear();
+    const uint32_t first = span.first_page + skip;
+    for (NodeId node = span.end;; node = tree.node(node).parent) {
+      path.push_back(node);
+      if (tree.node(node).start <= first) break;
+    }
+    uint32_t depth = first;
+    for (auto it = path.rbegin(); it != path.rend() && most > 0; ++it) {
+      const Node& node = tree.node(*it);
+      const uint32_t n = std::min(node.end() - depth, most);
+      const auto begin = node.pages.begin() + (depth - node.start);
+      out->insert(out->end(), begin, begin + n);
+      depth += n;
+      most -= n;
+    }
+  }
+
+  // ---- claims ----------------------------------------------------------------------------------------------------
+  ClaimOutcome claim(PageId page, int tier) {
+    switch (pages.residency(page, tier)) {
+      case Residency::kAbsent: {
+        const uint32_t slot = slots[at(tier)].take(SlotUse::kPage);
+        if (slot == kNoSlot) return ClaimOutcome::kFull;
+        move(page, tier, Move::kClaim);
+        pages.slot(page, tier) = slot;
+        next_number(page, tier);
+        return ClaimOutcome::kNew;
+      }
+      case Residency::kArriving: return ClaimOutcome::kPending;
+      case Residency::kResident: return ClaimOutcome::kPresent;
+      case Residency::kLeaving: make_resident(page, tier, Move::kKeep); return ClaimOutcome::kPresent;
+      case Residency::kQuarantined: return ClaimOutcome::kRefused;
+    }
+    return ClaimOutcome::kRefused;
+  }
+
+  bool any_claimable(TierMask tiers) const {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (has(tiers, tier) && slots[at(tier)].claimable() > 0) return true;
+    }
+    return false;
+  }
+
+  void seek_slots(TierMask tiers, uint32_t want) {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (has(tiers, tier)) slots[at(tier)].seek(want);
+    }
+  }
+
+  // Claims row i of `out` for `page`. True if it is new, pending or present in a tier asked for.
+  bool claim_row(PageId page, TierMask tiers, bool pin_new, size_t i, ClaimBatch* out) {
+    bool is_new = false, is_there = false;
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (!has(tiers, tier)) continue;
+      const ClaimOutcome outcome = claim(page, tier);
+      const size_t column = i * kTiers + at(tier);
+      out->outcomes[column] = outcome;
+      if (outcome == ClaimOutcome::kNew) {
+        is_new = true;
+        out->slots[column] = pages.slot(page, tier);
+        out->numbers[column] = pages.number(page, tier);
+      }
+      is_there |= outcome == ClaimOutcome::kPending || outcome == ClaimOutcome::kPresent;
+    }
+    if (is_new && pin_new) {
+      add_page_pins(page, 1, true);
+      for (int tier = 0; tier < kTiers; ++tier) {
+        const size_t column = i * kTiers + at(tier);
+        if (out->outcomes[column] == ClaimOutcome::kPresent) out->slots[column] = pages.slot(page, tier);
+      }
+    }
+    if (is_new || is_there) out->pages[i] = page;
+    return is_new || is_there;
+  }
+
+  static void reset(ClaimBatch* out, size_t n) {
+    out->pages.assign(n, kNoPage);
+    out->outcomes.assign(n * kTiers, ClaimOutcome::kNone);
+    out->slots.assign(n * kTiers, kNoSlot);
+    out->numbers.assign(n * kTiers, 0);
+    out->full_at = UINT32_MAX;
+  }
+
+  static void fill_row(ClaimBatch* out, size_t i, TierMask tiers, ClaimOutcome outcome) {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (has(tiers, tier)) out->outcomes[i * kTiers + at(tier)] = outcome;
+    }
+  }
+
+  void check_name_space(uint32_t name_space) const {
+    const std::lock_guard lock(mutex);
+    if (name_space >= namespaces.size()) throw std::invalid_argument("no namespace " + std::to_string(name_space));
+  }
+
+  void claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers, NodeId root, ClaimBatch* out);
+  void recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted);
+  void rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered, const std::unordered_set<PageId>& had_children);
+  std::string check();
+  std::string check_records() const;
+  std::string check_tree() const;
+  std::string check_tiers() const;
+  std::string check_pins() const;
+};
+
+namespace {
+
+void check_keys(const Key* keys, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (keys[i].length == 0 || keys[i].length > kMaxKeyBytes) {
+      throw std::invalid_argument("key " + std::to_string(i) + " has " + std::to_string(keys[i].length) + " bytes; 1 to 64 are possible");
+    }
+  }
+}
+
+}  // namespace
+
+Index::Index(uint32_t page_tokens) {
+  if (page_tokens == 0) throw std::invalid_argument("page_tokens is 0");
+  impl_ = std::make_unique<Impl>(page_tokens);
+}
+Index::~Index() = default;
+uint32_t Index::page_tokens() const noexcept { return impl_->pages.page_tokens(); }
+
+// ---- slots ---------------------------------------------------------------------------------------------------------
+
+void Index::add_slots(Tier tier, uint32_t first, uint32_t count) {
+  impl_->locked([&] {
+    impl_->slots[at(tier)].add(first, count);
+    uint64_t total = 0;
+    for (const SlotRanges& ranges : impl_->slots) total += ranges.capacity();
+    impl_->pages.reserve(total);
+  });
+}
+
+void Index::close_slots(Tier tier, uint32_t first) {
+  impl_->locked([&] { impl_->slots[at(tier)].close(first); });
+}
+
+uint32_t Index::drop_slots(Tier tier, uint32_t first) {
+  return impl_->locked([&] { return impl_->slots[at(tier)].drop(first); });
+}
+
+// ---- namespaces, epochs --------------------------------------------------------------------------------------------
+
+uint32_t Index::open_namespace(const uint8_t* seed) {
+  return impl_->locked([&] {
+    Namespace space;
+    space.has_seed = seed != nullptr;
+    if (seed != nullptr) std::memcpy(space.seed.data(), seed, kDigestBytes);
+    std::vector<Namespace>& all = impl_->namespaces;
+    for (uint32_t i = 0; i < all.size(); ++i) {
+      if (all[i].has_seed == space.has_seed && all[i].seed == space.seed) return i;
+    }
+    all.push_back(space);
+    return static_cast<uint32_t>(all.size() - 1);
+  });
+}
+
+void Index::set_epoch(uint64_t epoch) {
+  impl_->locked([&] {
+    if (epoch == impl_->epoch) return;
+    impl_->apply_touches();
+    impl_->epoch = epoch;
+    for (Rank& rank : impl_->ranks) {
+      std::vector<PageId> old;
+      for (uint32_t page = rank.first(); page != Rank::kNone; page = rank.after(page)) {
+        if (impl_->pages.epoch(page) != epoch) old.push_back(page);
+      }
+      for (auto page = old.rbegin(); page != old.rend(); ++page) {
+        rank.leave(*page);
+        rank.enter_lowest(*page);
+      }
+    }
+    for (auto it = impl_->roots.begin(); it != impl_->roots.end();) {
+      if (it->first.second != epoch && impl_->tree.node(it->second).children == 0) {
+        impl_->tree.drop_root(it->second);
+        it = impl_->roots.erase(it);
+      } else {
+        ++it;
+      }
+    }
+    for (uint32_t i = 0; i < impl_->namespaces.size(); ++i) {
+      const auto root = impl_->roots.find({i, epoch});
+      impl_->namespaces[i].root = root == impl_->roots.end() ? kNoNode : root->second;
+    }
+  });
+}
+
+uint64_t Index::epoch() const {
+  return impl_->locked([&] { return impl_->epoch; });
+}
+
+// ---- match ---------------------------------------------------------------------------------------------------------
+
+MatchResult Index::match_and_pin(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  const uint32_t page_tokens = in.pages.page_tokens();
+  const uint32_t total = static_cast<uint32_t>(std::min<uint64_t>(count / page_tokens, kUnknownDepth - 1));
+  Impl::Hashes hashes;
+  MatchResult result;
+  for (bool is_done = false; !is_done;) {
+    uint32_t hash_from = 0;
+    in.locked([&] {
+      if (in.poisoned.load(std::memory_order_relaxed)) {
+        result.miss = Miss::kPoisoned;
+        is_done = true;
+        return;
+      }
+      Survey found = in.survey(name_space, tokens, total, usable, &hashes);
+      in.graft(name_space, tokens, &found);
+      hash_from = found.hash_from;
+      if (found.wants_hashes) return;
+      is_done = true;
+      result.pages = found.usable;
+      result.pending = found.pending;
+      result.miss = found.miss;
+      result.spans = std::move(found.spans);
+      if (result.pages == 0) return;
+      // Deepest first: then each page enters the rank below those of its ancestors that are still to come.
+      for (auto page = found.leaving.rbegin(); page != found.leaving.rend(); ++page) {
+        in.make_resident(page->page, page->tier, Move::kKeep);
+      }
+      Lease lease;
+      lease.spans.resize(result.spans.size());
+      NodeId below = found.place.node;
+      PageId end = kNoPage;
+      for (size_t i = result.spans.size(); i-- > 0;) {
+        lease.spans[i] = in.pin_span(below, result.spans[i]);
+        below = lease.spans[i].end;
+        if (end == kNoPage) end = in.tree.node(below).pages.back();
+      }
+      result.lease = in.make_lease(std::move(lease));
+      in.log_touch(end, result.pages);
+    });
+    if (!is_done) hashes.extend(hash_from, tokens, total, page_tokens);
+  }
+  return result;
+}
+
+uint32_t Index::match_length(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable, uint32_t* pending) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  const uint32_t page_tokens = in.pages.page_tokens();
+  const uint32_t total = static_cast<uint32_t>(std::min<uint64_t>(count / page_tokens, kUnknownDepth - 1));
+  if (pending != nullptr) *pending = 0;
+  Impl::Hashes hashes;
+  for (;;) {
+    if (poisoned()) return 0;
+    const Survey found = in.locked([&] { return in.survey(name_space, tokens, total, usable, &hashes); });
+    if (!found.wants_hashes) {
+      if (pending != nullptr) *pending = found.pending;
+      return found.usable;
+    }
+    hashes.extend(found.hash_from, tokens, total, page_tokens);
+  }
+}
+
+MatchResult Index::match_keys_and_pin(const Key* keys, uint32_t count, uint8_t kind, TierMask usable) {
+  Impl& in = *impl_;
+  check_keys(keys, count);
+  return in.locked([&] {
+    MatchResult result;
+    if (in.poisoned.load(std::memory_order_relaxed)) {
+      result.miss = Miss::kPoisoned;
+      return result;
+    }
+    Lease lease;
+    uint32_t i = 0;
+    for (; i < count; ++i) {
+      const PageId page = in.pages.find(keys[i], kind, in.epoch);
+      const Standing stands = standing(page == kNoPage ? 0 : in.pages.residency(page), usable);
+      if (stands.tier == kNoTier) {
+        result.miss = stands.arriving ? Miss::kPending : stands.quarantined ? Miss::kQuarantined : Miss::kAbsent;
+        break;
+      }
+      if (stands.leaving) in.make_resident(page, stands.tier, Move::kKeep);
+      in.add_page_pins(page, 1, false);
+      lease.loose.push_back({page, stands.tier});
+      if (!result.spans.empty() && static_cast<uint8_t>(result.spans.back().tier) == stands.tier) {
+        ++result.spans.back().pages;
+      } else {
+        result.spans.push_back({i, 1, static_cast<Tier>(stands.tier)});
+      }
+    }
+    result.pages = i;
+    for (uint32_t k = i; result.miss == Miss::kPending && k < count; ++k) {
+      const PageId page = in.pages.find(keys[k], kind, in.epoch);
+      const Standing stands = standing(page == kNoPage ? 0 : in.pages.residency(page), usable);
+      if (stands.tier == kNoTier && !stands.arriving) break;
+      ++result.pending;
+    }
+    if (i == 0) return result;
+    // One touch for each stretch of keys that follow one another in their chain.
+    uint32_t run = 1;
+    for (uint32_t k = 0; k < i; ++k, ++run) {
+      const PageId page = lease.loose[k].page;
+      if (k + 1 < i && in.pages.parent(lease.loose[k + 1].page) == page) continue;
+      const uint32_t depth = in.pages.depth(page);
+      in.log_touch(page, depth == kUnknownDepth ? run : depth + 1);
+      run = 0;
+    }
+    result.lease = in.make_lease(std::move(lease));
+    return result;
+  });
+}
+
+uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers, uint32_t* slots) const {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    const Lease& lease = in.live_lease(lease_id);
+    uint32_t written = 0;
+    const auto put = [&](PageId page, uint8_t tier) {
+      pages[written] = page;
+      tiers[written] = tier;
+      slots[written] = in.pages.slot(page, tier);
+      ++written;
+    };
+    for (uint32_t i = first_page; i < lease.loose.size() && written < count; ++i) put(lease.loose[i].page, lease.loose[i].tier);
+    std::vector<PageId> ids;
+    for (const LeaseSpan& span : lease.spans) {
+      if (written == count) break;
+      if (span.first_page + span.pages <= first_page) continue;
+      const uint32_t skip = first_page > span.first_page ? first_page - span.first_page : 0;
+      ids.clear();
+      in.span_pages(span, skip, std::min(span.pages - skip, count - written), &ids);
+      for (const PageId page : ids) put(page, span.tier);
+    }
+    return written;
+  });
+}
+
+uint32_t Index::lease_length(uint64_t lease) const {
+  return impl_->locked([&] { return impl_->live_lease(lease).pages(); });
+}
+
+void Index::retain(uint64_t lease) {
+  impl_->locked([&] { ++impl_->live_lease(lease).owners; });
+}
+
+bool Index::release(uint64_t lease_id) {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    Lease* lease = in.find_lease(lease_id);
+    if (lease == nullptr) return false;
+    if (--lease->owners > 0) return true;
+    for (const LeaseSpan& span : lease->spans) in.unpin_span(span);
+    for (const LoosePin& pin : lease->loose) in.add_page_pins(pin.page, -1, false);
+    for (const LoosePin& pin : lease->loose) {
+      if (in.pages.exists(pin.page)) in.drop_if_dead(pin.page);
+    }
+    lease->spans.clear();
+    lease->loose.clear();
+    in.free_leases.push_back(static_cast<uint32_t>(lease_id));
+    --in.live_leases;
+    return true;
+  });
+}
+
+void Index::shorten(uint64_t lease_id, uint32_t pages) {
+  Impl& in = *impl_;
+  in.locked([&] {
+    Lease& lease = in.live_lease(lease_id);
+    while (lease.loose.size() > pages) {
+      const PageId page = lease.loose.back().page;
+      lease.loose.pop_back();
+      in.add_page_pins(page, -1, false);
+      in.drop_if_dead(page);
+    }
+    while (!lease.spans.empty() && lease.spans.back().first_page >= pages) {
+      in.unpin_span(lease.spans.back());
+      lease.spans.pop_back();
+    }
+    if (lease.spans.empty()) return;
+    LeaseSpan& span = lease.spans.back();
+    const uint32_t end = span.first_page + span.pages;
+    if (end <= pages) return;
+    NodeId node = span.end;
+    for (;;) {
+      if (in.tree.node(node).start < pages) in.tree.split(node, pages - in.tree.node(node).start);
+      const NodeId parent = in.tree.node(node).parent;
+      const bool is_last = in.tree.node(node).start == pages;
+      in.tree.unpin(node, span.tier);
+      node = parent;
+      if (is_last) break;
+    }
+    span.end = node;
+    span.pages = pages - span.first_page;
+  });
+}
+
+// ---- claims --------------------------------------------------------------------------------------------------------
+
+void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers, NodeId root,
+                             ClaimBatch* out) {
+  const size_t page_tokens = pages.page_tokens();
+  TreePlace place = tree.walk(root, tokens, total);
+  const uint32_t walked = place.depth;
+  std::vector<PageId> known;
+  if (first_page < walked) span_pages({place.node, 0, walked, 0}, first_page, walked - first_page, &known);
+  seek_slots(tiers, total - first_page);
+  bool has_sought = false;
+  PageId last = kNoPage;
+  for (uint32_t i = std::min(first_page, walked); i < total; ++i) {
+    PageId page;
+    bool fits = true;
+    if (i < walked) {
+      page = known[i - first_page];
+      fits = pages.has_key(page, keys[i].bytes.data(), keys[i].length);
+    } else {
+      page = pages.find(keys[i], kKv, epoch);
+      if (page == kNoPage) {
+        if (i >= first_page && !any_claimable(tiers)) {
+          fill_row(out, i - first_page, tiers, ClaimOutcome::kFull);
+          out->full_at = i;
+          break;
+        }
+        if (!has_sought) pages.seek(total - i);
+        has_sought = true;
+        page = pages.create(keys[i], kKv, epoch);
+      } else {
+        fits = !contradicts(page, place);
+      }
+      if (fits) attach(&place, page, tokens + i * page_tokens);
+    }
+    if (!fits) {  // these tokens and this key do not belong together
+      if (i >= first_page) fill_row(out, i - first_page, tiers, ClaimOutcome::kRefused);
+      out->full_at = std::max(i, first_page);
+      break;
+    }
+    last = page;
+    if (i >= first_page && !claim_row(page, tiers, true, i - first_page, out)) {
+      out->full_at = i;
+      break;
+    }
+  }
+  if (last == kNoPage) return;
+  log_touch(last, pages.depth(last) + 1);
+  drop_if_dead(last);
+}
+
+void Index::claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
+                         ClaimBatch* out) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  if (first_page > total || total >= kUnknownDepth) {
+    throw std::invalid_argument("pages " + std::to_string(first_page) + " to " + std::to_string(total) + " are no range");
+  }
+  check_keys(keys, total);
+  Impl::reset(out, total - first_page);
+  if (first_page == total) return;
+  in.locked([&] {
+    if (in.poisoned.load(std::memory_order_relaxed)) {
+      Impl::fill_row(out, 0, tiers, ClaimOutcome::kRefused);
+      out->full_at = first_page;
+      return;
+    }
+    in.claim_path(tokens, keys, first_page, total, tiers, in.root_of(name_space), out);
+  });
+}
+
+void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent, TierMask tiers,
+                              ClaimBatch* out) {
+  Impl& in = *impl_;
+  check_keys(keys, count);
+  if (parent_state == ParentState::kKnown) check_keys(&parent, 1);
+  Impl::reset(out, count);
+  if (count == 0) return;
+  in.locked([&] {
+    if (in.poisoned.load(std::memory_order_relaxed)) {
+      for (uint32_t i = 0; i < count; ++i) Impl::fill_row(out, i, tiers, ClaimOutcome::kRefused);
+      out->full_at = 0;
+      return;
+    }
+    in.seek_slots(tiers, count);
+    in.pages.seek(count + 1);
+    std::vector<PageId> made;
+    const auto find_or_create = [&](const Key& key) {
+      PageId page = in.pages.find(key, kind, in.epoch);
+      if (page == kNoPage) {
+        page = in.pages.create(key, kind, in.epoch);
+        made.push_back(page);
+      }
+      return page;
+    };
+    PageId before = parent_state == ParentState::kKnown ? find_or_create(parent) : kNoPage;
+    uint32_t run = 1;
+    for (uint32_t i = 0; i < count; ++i, ++run) {
+      const PageId page = find_or_create(keys[i]);
+      const bool is_chained = before != kNoPage && in.try_link(page, before);
+      if (i == 0 && parent_state == ParentState::kRoot && in.pages.parent_state(page) == ParentState::kUnknown &&
+          (in.pages.depth(page) == kUnknownDepth || in.pages.depth(page) == 0)) {
+        in.pages.parent_state(page) = ParentState::kRoot;
+        in.pages.depth(page) = 0;
+      }
+      if (before != kNoPage && !is_chained) {
+        in.log_touch(before, run);
+        run = 0;
+      }
+      if (!in.claim_row(page, tiers, true, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
+      before = page;
+    }
+    in.log_touch(before, run);
+    for (auto page = made.rbegin(); page != made.rend(); ++page) {
+      if (in.pages.exists(*page)) in.drop_if_dead(*page);
+    }
+  });
+}
+
+void Index::claim_leased(uint64_t lease_id, Tier tier, ClaimBatch* out) {
+  Impl& in = *impl_;
+  in.locked([&] {
+    const Lease& lease = in.live_lease(lease_id);
+    std::vector<PageId> ids;
+    for (const LoosePin& pin : lease.loose) ids.push_back(pin.page);
+    for (const LeaseSpan& span : lease.spans) in.span_pages(span, 0, span.pages, &ids);
+    Impl::reset(out, ids.size());
+    in.seek_slots(mask(tier), static_cast<uint32_t>(ids.size()));
+    for (uint32_t i = 0; i < ids.size(); ++i) {
+      if (in.poisoned.load(std::memory_order_relaxed)) {
+        Impl::fill_row(out, i, mask(tier), ClaimOutcome::kRefused);
+        continue;
+      }
+      if (!in.claim_row(ids[i], mask(tier), false, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
+    }
+  });
+}
+
+Status Index::commit(PageId page, Tier tier, uint32_t number) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  return in.locked([&] {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kArriving) {
+      return Status::kStale;
+    }
+    in.make_resident(page, t, Move::kCommit);
+    return Status::kOk;
+  });
+}
+
+Status Index::abort(PageId page, Tier tier, uint32_t number) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  return in.locked([&] {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kArriving) {
+      return Status::kStale;
+    }
+    in.move(page, t, Move::kAbort);
+    in.take_slot(page, t, SlotUse::kFree);
+    in.drop_if_dead(page);
+    return Status::kOk;
+  });
+}
+
+void Index::unpin_pages(const PageId* pages, size_t count) {
+  Impl& in = *impl_;
+  in.locked([&] {
+    for (size_t i = 0; i < count; ++i) {
+      if (in.pages.exists(pages[i]) && in.pages.claim_pins(pages[i]) > 0) {
+        in.add_page_pins(pages[i], -1, true);
+        continue;
+      }
+      for (size_t k = 0; k < i; ++k) in.add_page_pins(pages[k], 1, true);  // refused whole
+      throw std::invalid_argument("page " + std::to_string(pages[i]) + " has no pin of a claim to return");
+    }
+    for (size_t i = 0; i < count; ++i) {
+      if (in.pages.exists(pages[i])) in.drop_if_dead(pages[i]);
+    }
+  });
+}
+
+void Index::labels(const PageId* pages, size_t count, Label* out) const {
+  const Impl& in = *impl_;
+  impl_->locked([&] {
+    for (size_t i = 0; i < count; ++i) {
+      if (!in.pages.exists(pages[i])) throw std::invalid_argument("no page " + std::to_string(pages[i]));
+    }
+    for (size_t i = 0; i < count; ++i) {
+      const PageId page = pages[i];
+      Label label;
+      label.key = in.pages.key(page);
+      label.parent_state = in.pages.parent_state(page);
+      if (label.parent_state == ParentState::kKnown) label.parent = in.pages.key(in.pages.parent(page));
+      label.kind = in.pages.kind(page);
+      label.depth = in.pages.depth(page);
+      label.epoch = in.pages.epoch(page);
+      out[i] = label;
+    }
+  });
+}
+
+// ---- eviction ------------------------------------------------------------------------------------------------------
+
+void Index::claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  out->clear();
+  in.locked([&] {
+    in.apply_touches();
+    const SlotRanges& slots = in.slots[at(t)];
+    uint32_t first_slot = 0, last_slot = UINT32_MAX;
+    if (only_range != kNoSlot) {
+      if (!slots.has_range(only_range)) throw std::invalid_argument("no slot range starts at " + std::to_string(only_range));
+      first_slot = only_range;
+      last_slot = slots.last_of(only_range);
+    }
+    Rank& rank = in.ranks[at(t)];
+    out->reserve(std::min<uint64_t>(n, rank.size()));
+    for (uint32_t page = rank.first(), next; page != Rank::kNone && out->size() < n; page = next) {
+      next = rank.after(page);
+      const uint32_t slot = in.pages.slot(page, t);
+      if (slot < first_slot || slot > last_slot || in.is_pinned(page, t)) continue;
+      in.move(page, t, Move::kClaimVictim);
+      out->push_back({page, slot, in.next_number(page, t)});
+    }
+  });
+}
+
+Status Index::finish(PageId page, Tier tier, uint32_t number) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  return in.locked([&] {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kLeaving) {
+      return Status::kStale;
+    }
+    in.move(page, t, Move::kFinish);
+    in.take_slot(page, t, SlotUse::kReturning);
+    in.drop_if_dead(page);
+    return Status::kOk;
+  });
+}
+
+Status Index::keep(PageId page, Tier tier, uint32_t number) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  return in.locked([&] {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kLeaving) {
+      return Status::kStale;
+    }
+    in.make_resident(page, t, Move::kKeep);
+    return Status::kOk;
+  });
+}
+
+namespace {
+
+// Gives slots of use `from` back as free; refused whole where one is of another use or named twice.
+void give_back(SlotRanges* ranges, SlotUse from, const uint32_t* slots, size_t count, const char* what) {
+  for (size_t i = 0; i < count; ++i) {
+    if (ranges->use(slots[i]) == from) {
+      ranges->set_use(slots[i], SlotUse::kFree);
+      continue;
+    }
+    for (size_t k = 0; k < i; ++k) ranges->take_back(slots[k], from);
+    throw std::invalid_argument("slot " + std::to_string(slots[i]) + " is not " + what);
+  }
+}
+
+}  // namespace
+
+void Index::free_slots(Tier tier, const uint32_t* slots, size_t count) {
+  impl_->locked([&] { give_back(&impl_->slots[at(tier)], SlotUse::kReturning, slots, count, "on its way back"); });
+}
+
+bool Index::quarantine(PageId page, Tier tier, uint32_t slot) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  return in.locked([&] {
+    if (!in.pages.exists(page) || in.pages.slot(page, t) != slot) return false;
+    if (in.pages.residency(page, t) == Residency::kLeaving) in.make_resident(page, t, Move::kKeep);
+    if (in.pages.residency(page, t) != Residency::kResident) return false;
+    in.apply_touches();
+    in.move(page, t, Move::kQuarantine);
+    in.pages.handed_out(page) = static_cast<uint8_t>(in.pages.handed_out(page) & ~mask(tier));
+    in.quarantined[at(t)].push_back(page);
+    return true;
+  });
+}
+
+void Index::claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  out->clear();
+  in.locked([&] {
+    for (const PageId page : in.quarantined[at(t)]) {
+      if (out->size() >= n) break;
+      if (has(in.pages.handed_out(page), t) || in.is_pinned(page, t)) continue;
+      in.pages.handed_out(page) = static_cast<uint8_t>(in.pages.handed_out(page) | mask(tier));
+      out->push_back({page, in.pages.slot(page, t), in.next_number(page, t)});
+    }
+  });
+}
+
+Status Index::mend(PageId page, Tier tier, uint32_t number, bool mended) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  return in.locked([&] {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kQuarantined ||
+        !has(in.pages.handed_out(page), t)) {
+      return Status::kStale;
+    }
+    in.next_number(page, t);
+    if (!mended) return Status::kOk;  // handed_out stays set: it is not handed out again
+    in.pages.handed_out(page) = static_cast<uint8_t>(in.pages.handed_out(page) & ~mask(tier));
+    std::erase(in.quarantined[at(t)], page);
+    in.move(page, t, Move::kMend);
+    in.take_slot(page, t, SlotUse::kReturning);
+    in.drop_if_dead(page);
+    return Status::kOk;
+  });
+}
+
+void Index::claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages, TierMask tiers,
+                        std::vector<Victim> out[kTiers]) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  const uint32_t page_tokens = in.pages.page_tokens();
+  const uint32_t total = static_cast<uint32_t>(std::min<uint64_t>(count / page_tokens, kUnknownDepth - 1));
+  for (int tier = 0; tier < kTiers; ++tier) out[tier].clear();
+  Impl::Hashes hashes;
+  for (;;) {
+    Survey found;
+    in.locked([&] {
+      in.apply_touches();
+      const NodeId root = in.namespaces[name_space].root;
+      found.place = root == kNoNode ? TreePlace{} : in.tree.walk(root, tokens, total);
+      std::vector<PageId> chain;
+      if (found.place.depth > 0) in.span_pages({found.place.node, 0, found.place.depth, 0}, 0, found.place.depth, &chain);
+      in.scan_by_key(name_space, total, &hashes, &found, [&](PageId page) {
+        chain.push_back(page);
+        return true;
+      });
+      if (found.wants_hashes) return;
+      for (size_t i = chain.size(); i-- > keep_pages;) {
+        for (int tier = 0; tier < kTiers; ++tier) {
+          if (!has(tiers, tier) || in.pages.residency(chain[i], tier) != Residency::kResident || in.is_pinned(chain[i], tier)) continue;
+          in.move(chain[i], tier, Move::kClaimVictim);
+          out[tier].push_back({chain[i], in.pages.slot(chain[i], tier), in.next_number(chain[i], tier)});
+        }
+      }
+    });
+    if (!found.wants_hashes) return;
+    hashes.extend(found.hash_from, tokens, total, page_tokens);
+  }
+}
+
+// ---- private slots -------------------------------------------------------------------------------------------------
+
+bool Index::take_private(Tier tier, uint32_t n, uint32_t* slots) {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    SlotRanges& ranges = in.slots[at(tier)];
+    if (in.poisoned.load(std::memory_order_relaxed) || ranges.claimable() < n) return false;
+    ranges.seek(n);
+    for (uint32_t i = 0; i < n; ++i) slots[i] = ranges.take(SlotUse::kPrivate);
+    return true;
+  });
+}
+
+void Index::free_private(Tier tier, const uint32_t* slots, size_t count) {
+  impl_->locked([&] { give_back(&impl_->slots[at(tier)], SlotUse::kPrivate, slots, count, "a private slot"); });
+}
+
+ClaimOutcome Index::publish_private(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t page_index, Tier tier,
+                                    uint32_t slot, PageId* published_page) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  check_keys(keys, page_index + size_t{1});
+  *published_page = kNoPage;
+  const int t = static_cast<int>(tier);
+  const size_t page_tokens = in.pages.page_tokens();
+  return in.locked([&] {
+    if (in.slots[at(t)].use(slot) != SlotUse::kPrivate) throw std::invalid_argument("slot " + std::to_string(slot) + " is not a private slot");
+    if (in.poisoned.load(std::memory_order_relaxed)) return ClaimOutcome::kRefused;
+    // Behind a page that is in its place already only this one's tokens are compared: pages are published one after another.
+    TreePlace place;
+    const PageId before = page_index == 0 ? kNoPage : in.pages.find(keys[page_index - 1], kKv, in.epoch);
+    if (before != kNoPage && in.pages.node(before) != kNoNode && in.pages.depth(before) == page_index - 1 &&
+        std::memcmp(in.pages.tokens(before), tokens + (page_index - 1) * page_tokens, page_tokens * sizeof(int32_t)) == 0) {
+      const NodeId node = in.pages.node(before);
+      place = {node, page_index - in.tree.node(node).start, page_index};
+    } else {
+      place = in.tree.walk(in.root_of(name_space), tokens, page_index);
+    }
+    PageId last = in.page_before(place);
+    for (uint32_t i = place.depth; i <= page_index; ++i) {
+      PageId page = in.tree.next(place, tokens + i * page_tokens);
+      bool fits = true;
+      if (page != kNoPage) {
+        fits = in.pages.has_key(page, keys[i].bytes.data(), keys[i].length);
+      } else {
+        page = in.pages.find(keys[i], kKv, in.epoch);
+        if (page == kNoPage) {
+          page = in.pages.create(keys[i], kKv, in.epoch);
+        } else {
+          fits = !in.contradicts(page, place);
+        }
+        if (fits) in.attach(&place, page, tokens + i * page_tokens);
+      }
+      if (!fits) {
+        if (last != kNoPage) in.log_touch(last, i);
+        in.drop_if_dead(last);
+        return ClaimOutcome::kRefused;
+      }
+      last = page;
+    }
+    in.log_touch(last, page_index + uint64_t{1});
+    *published_page = last;
+    const Residency have = in.pages.residency(last, t);
+    if (have != Residency::kAbsent) return in.claim(last, t);
+    in.move(last, t, Move::kClaim);
+    in.next_number(last, t);
+    in.slots[at(t)].set_use(slot, SlotUse::kPage);
+    in.pages.slot(last, t) = slot;
+    in.make_resident(last, t, Move::kCommit);
+    in.add_page_pins(last, 1, true);
+    return ClaimOutcome::kNew;
+  });
+}
+
+// ---- recovery, export, statistics ----------------------------------------------------------------------------------
+
+void Index::recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted) {
+  impl_->locked([&] { impl_->recover(tier, slots, labels, stamps, count, accepted); });
+}
+
+void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted) {
+  const int t = static_cast<int>(tier);
+  apply_touches();
+  std::vector<std::pair<PageId, uint64_t>> recovered;  // with stamps
+  std::unordered_set<PageId> had_children;             // before this call: something in the rank may descend from them
+  std::vector<PageId> relinked;
+  pages.seek(static_cast<uint32_t>(std::min<size_t>(count, UINT32_MAX / 2)));
+  const auto find_or_create = [&](const Key& key, const Label& label, bool* is_new) {
+    PageId page = pages.find(key, label.kind, label.epoch);
+    *is_new = page == kNoPage;
+    return *is_new ? pages.create(key, label.kind, label.epoch) : page;
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const Label& label = labels[i];
+    accepted[i] = 0;
+    if (label.key.length == 0 || label.key.length > kMaxKeyBytes) continue;
+    const PageId known = pages.find(label.key, label.kind, label.epoch);
+    if (known != kNoPage && pages.residency(known, t) != Residency::kAbsent) continue;
+    if (!slots[at(t)].take_at(want[i], SlotUse::kPage)) continue;
+    const PageId page = known != kNoPage ? known : pages.create(label.key, label.kind, label.epoch);
+    move(page, t, Move::kClaim);
+    next_number(page, t);
+    move(page, t, Move::kCommit);
+    pages.slot(page, t) = want[i];
+    recovered.push_back({page, stamps[i]});
+    accepted[i] = 1;
+    if (known != kNoPage && pages.children(known) > 0) had_children.insert(page);
+  }
+  // Links only now, so that a parent of the same batch is found as itself, whatever the order.
+  size_t next = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (accepted[i] == 0) continue;
+    const Label& label = labels[i];
+    const PageId page = recovered[next++].first;
+    if (pages.parent_state(page) != ParentState::kUnknown) continue;
+    const bool was_known = (pages.residency(page) & ~(0xffu << (8 * t))) != 0 || had_children.contains(page);
+    if (label.parent_state == ParentState::kRoot) {
+      if (pages.depth(page) != kUnknownDepth && pages.depth(page) != 0) continue;
+      pages.parent_state(page) = ParentState::kRoot;
+      pages.depth(page) = 0;
+    } else if (label.parent_state == ParentState::kKnown && label.parent.length > 0 && label.parent.length <= kMaxKeyBytes &&
+               label.depth != 0) {
+      if (pages.depth(page) == kUnknownDepth && pages.children(page) == 0) pages.depth(page) = label.depth;
+      bool is_new;
+      const PageId parent = find_or_create(label.parent, label, &is_new);
+      if (!try_link(page, parent)) {
+        drop_if_dead(parent);
+      } else if (was_known) {
+        relinked.push_back(page);
+      }
+    }
+  }
+  rank_recovered(t, recovered, had_children);
+  for (const PageId page : relinked) log_touch(page, pages.depth(page) == kUnknownDepth ? 1 : pages.depth(page) + uint64_t{1});
+  apply_touches();
+}
+
+// Ranks the batch below all that is resident, in the order of its stamps, a page's use being one of its ancestors too. Pages that something older may
+// descend from enter as committed ones do. Cost: each page is visited once.
+void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
+                                 const std::unordered_set<PageId>& had_children) {
+  std::unordered_set<PageId> in_batch, placed, above;
+  for (const auto& [page, stamp] : recovered) in_batch.insert(page);
+  for (const PageId start : had_children) {
+    for (PageId page = start; page != kNoPage && above.insert(page).second;) page = pages.parent(page);
+  }
+  std::vector<std::pair<PageId, uint64_t>> order = recovered;
+  std::stable_sort(order.begin(), order.end(), [&](const auto& a, const auto& b) {
+    const bool a_old = pages.epoch(a.first) != epoch, b_old = pages.epoch(b.first) != epoch;
+    if (a_old != b_old) return b_old;
+    if (a.second != b.second) return a.second > b.second;
+    return pages.depth(a.first) < pages.depth(b.first);
+  });
+  std::vector<PageId> chain, late;
+  for (const auto& [start, stamp] : order) {
+    chain.clear();
+    for (PageId page = start; page != kNoPage && placed.insert(page).second; page = pages.parent(page)) chain.push_back(page);
+    for (auto page = chain.rbegin(); page != chain.rend(); ++page) {
+      if (!in_batch.contains(*page)) continue;
+      if (above.contains(*page)) {
+        late.push_back(*page);
+      } else {
+        ranks[at(tier)].enter_lowest(*page);
+      }
+    }
+  }
+  for (auto page = late.rbegin(); page != late.rend(); ++page) enter_rank(*page, tier);
+}
+
+void Index::rank_order(Tier tier, std::vector<uint32_t>* slots) const {
+  Impl& in = *impl_;
+  slots->clear();
+  in.locked([&] {
+    in.apply_touches();
+    const Rank& rank = in.ranks[at(tier)];
+    slots->reserve(rank.size());
+    for (uint32_t page = rank.first(); page != Rank::kNone; page = rank.after(page)) {
+      slots->push_back(in.pages.slot(page, static_cast<int>(tier)));
+    }
+  });
+}
+
+std::array<Residency, kTiers> Index::state(const Key& key, uint8_t kind) const {
+  Impl& in = *impl_;
+  std::array<Residency, kTiers> out{};
+  if (key.length == 0 || key.length > kMaxKeyBytes) return out;
+  in.locked([&] {
+    if (in.poisoned.load(std::memory_order_relaxed)) return;
+    const PageId page = in.pages.find(key, kind, in.epoch);
+    if (page == kNoPage) return;
+    for (int tier = 0; tier < kTiers; ++tier) out[at(tier)] = in.pages.residency(page, tier);
+  });
+  return out;
+}
+
+uint32_t Index::probe(const Key* keys, uint32_t count, uint8_t kind, TierMask usable, uint8_t* tiers) const {
+  Impl& in = *impl_;
+  check_keys(keys, count);
+  return in.locked([&] {
+    uint32_t run = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      tiers[i] = kNoTier;
+      if (in.poisoned.load(std::memory_order_relaxed)) continue;
+      const PageId page = in.pages.find(keys[i], kind, in.epoch);
+      if (page == kNoPage) continue;
+      const Standing stands = standing(in.pages.residency(page), usable);
+      if (stands.tier == kNoTier || stands.leaving) continue;
+      tiers[i] = stands.tier;
+      if (run == i) ++run;
+    }
+    return run;
+  });
+}
+
+TierCounts Index::counts(Tier tier) const {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    const size_t t = at(tier);
+    const SlotRanges& ranges = in.slots[t];
+    const auto pages = [&](Residency residency) { return in.in_state[t][static_cast<size_t>(residency)]; };
+    TierCounts out;
+    out.capacity = ranges.capacity();
+    out.free = ranges.free();
+    out.resident = pages(Residency::kResident);
+    out.quarantined = pages(Residency::kQuarantined);
+    out.arriving = pages(Residency::kArriving) + ranges.used(SlotUse::kPrivate);
+    out.leaving = pages(Residency::kLeaving) + ranges.used(SlotUse::kReturning);
+    out.pinned = in.page_pinned[t];
+    for (const NodeId id : in.tree.pinned()) {
+      const Node& node = in.tree.node(id);
+      if (node.pins[t] == 0) continue;
+      for (const PageId page : node.pages) {
+        out.pinned += !in.page_has_pin(page) && in.pages.residency(page, static_cast<int>(tier)) == Residency::kResident;
+      }
+    }
+    return out;
+  });
+}
+
+uint64_t Index::pages() const {
+  return impl_->locked([&] { return impl_->pages.size(); });
+}
+uint64_t Index::nodes() const {
+  return impl_->locked([&] { return impl_->tree.edges(); });
+}
+uint64_t Index::leases() const {
+  return impl_->locked([&] { return impl_->live_leases; });
+}
+uint64_t Index::bytes() const {
+  return impl_->locked([&] {
+    uint64_t total = impl_->pages.bytes() + impl_->tree.bytes();
+    for (const Rank& rank : impl_->ranks) total += rank.bytes();
+    for (const SlotRanges& ranges : impl_->slots) total += ranges.capacity() + ranges.capacity() / 8;
+    return total;
+  });
+}
+void Index::poison() noexcept { impl_->poisoned.store(true); }
+bool Index::poisoned() const noexcept { return impl_->poisoned.load(); }
+
+// ---- check ---------------------------------------------------------------------------------------------------------
+
+std::string Index::check() const {
+  return impl_->locked([&] { return impl_->check(); });
+}
+
+std::string Index::Impl::check() {
+  apply_touches();
+  for (const std::string& wrong : {check_records(), check_tree(), check_tiers(), check_pins()}) {
+    if (!wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+std::string Index::Impl::check_records() const {
+  std::unordered_map<PageId, uint32_t> children;
+  uint64_t records = 0;
+  for (PageId page = 0; page < pages.id_limit(); ++page) {
+    if (!pages.exists(page)) continue;
+    ++records;
+    const std::string name = "page " + std::to_string(page);
+    if (pages.find(pages.key(page), pages.kind(page), pages.epoch(page)) != page) return name + " is not found by its key";
+    if (is_dead(page)) return name + " is dead and has a record";
+    const PageId parent = pages.parent(page);
+    if ((parent != kNoPage) != (pages.parent_state(page) == ParentState::kKnown)) return name + ": parent and parent state differ";
+    if (pages.parent_state(page) == ParentState::kRoot && pages.depth(page) != 0) return name + " is first of its chain, not at depth 0";
+    if (parent == kNoPage) continue;
+    if (!pages.exists(parent)) return name + ": its parent has no record";
+    if (pages.epoch(parent) != pages.epoch(page) || pages.kind(parent) != pages.kind(page)) return name + ": its parent is of another epoch or kind";
+    if (pages.depth(page) != kUnknownDepth && pages.depth(parent) + 1 != pages.depth(page)) return name + ": its depth is not its parent's + 1";
+    ++children[parent];
+  }
+  if (records != pages.size()) return "the page table has " + std::to_string(pages.size()) + " entries, not " + std::to_string(records);
+  for (PageId page = 0; page < pages.id_limit(); ++page) {
+    if (!pages.exists(page)) continue;
+    const auto found = children.find(page);
+    if (pages.children(page) != (found == children.end() ? 0 : found->second)) return "page " + std::to_string(page) + ": wrong count of children";
+  }
+  return "";
+}
+
+std::string Index::Impl::check_tree() const {
+  std::unordered_map<NodeId, uint32_t> child_nodes;
+  std::unordered_set<NodeId> seen;
+  for (PageId page = 0; page < pages.id_limit(); ++page) {
+    if (!pages.exists(page) || pages.node(page) == kNoNode) continue;
+    const NodeId id = pages.node(page);
+    const std::string name = "edge " + std::to_string(id);
+    const Node& node = tree.node(id);
+    if (pages.depth(page) < node.start || pages.depth(page) >= node.end() || node.pages[pages.depth(page) - node.start] != page) {
+      return name + " does not have page " + std::to_string(page) + " at its depth";
+    }
+    if (!seen.insert(id).second) continue;
+    if (node.parent == kNoNode) return name + " has pages and no parent";
+    ++child_nodes[node.parent];
+    const Node& parent = tree.node(node.parent);
+    if (parent.end() != node.start) return name + " does not start where its parent ends";
+    PageId before = parent.pages.empty() ? kNoPage : parent.pages.back();
+    for (const PageId p : node.pages) {
+      if (!pages.exists(p) || pages.node(p) != id) return name + " names a page that does not name it";
+      if (pages.parent(p) != before) return name + ": a page's parent is not the page before it";
+      before = p;
+    }
+    const TreePlace place{node.parent, static_cast<uint32_t>(parent.pages.size()), node.start};
+    if (tree.next(place, pages.tokens(node.pages[0])) != node.pages[0]) return name + " is not found by its tokens";
+  }
+  if (seen.size() != tree.edges()) return "the tree counts " + std::to_string(tree.edges()) + " edges, not " + std::to_string(seen.size());
+  if (tree.children() != tree.edges()) return "the table of children has " + std::to_string(tree.children()) + " entries";
+  for (const auto& [id, count] : child_nodes) {
+    if (tree.node(id).children != count) return "edge " + std::to_string(id) + ": wrong count of child edges";
+  }
+  return "";
+}
+
+std::string Index::Impl::check_tiers() const {
+  for (int t = 0; t < kTiers; ++t) {
+    const std::string name = "tier " + std::to_string(t);
+    std::array<uint64_t, kResidencies> counted{};
+    std::unordered_set<uint32_t> owned;
+    uint64_t pinned = 0;
+    for (PageId page = 0; page < pages.id_limit(); ++page) {
+      if (!pages.exists(page)) continue;
+      const Residency residency = pages.residency(page, t);
+      if (residency == Residency::kAbsent) {
+        if (pages.slot(page, t) != kNoSlot) return name + ": an absent page has a slot";
+        continue;
+      }
+      ++counted[static_cast<size_t>(residency)];
+      if (slots[at(t)].use(pages.slot(page, t)) != SlotUse::kPage) return name + ": a page's slot is not in use by a page";
+      if (!owned.insert(pages.slot(page, t)).second) return name + ": two pages have slot " + std::to_string(pages.slot(page, t));
+      pinned += residency == Residency::kResident && page_has_pin(page);
+      if (residency == Residency::kQuarantined && std::count(quarantined[at(t)].begin(), quarantined[at(t)].end(), page) != 1) {
+        return name + ": a quarantined page is not listed once";
+      }
+    }
+    if (counted != in_state[at(t)]) return name + ": pages by residency are miscounted";
+    if (counted[static_cast<size_t>(Residency::kQuarantined)] != quarantined[at(t)].size()) return name + ": quarantined pages are misplaced";
+    if (pinned != page_pinned[at(t)]) return name + ": pinned pages are miscounted";
+    const SlotRanges& ranges = slots[at(t)];
+    for (const SlotUse use : {SlotUse::kFree, SlotUse::kPage, SlotUse::kPrivate, SlotUse::kReturning}) {
+      if (ranges.count(use) != ranges.used(use)) return name + ": slots are miscounted";
+    }
+    if (owned.size() != ranges.used(SlotUse::kPage)) return name + ": a slot is in use by no page";
+    if (ranges.free() + ranges.used(SlotUse::kPage) + ranges.used(SlotUse::kPrivate) + ranges.used(SlotUse::kReturning) != ranges.capacity()) {
+      return name + ": capacity is not whole";
+    }
+    std::unordered_map<PageId, uint64_t> position;
+    for (uint32_t page = ranks[at(t)].first(); page != Rank::kNone; page = ranks[at(t)].after(page)) {
+      if (!pages.exists(page) || pages.residency(page, t) != Residency::kResident) return name + ": a ranked page is not resident";
+      if (!position.insert({page, position.size()}).second) return name + ": the rank is a cycle";
+    }
+    if (position.size() != counted[static_cast<size_t>(Residency::kResident)] || position.size() != ranks[at(t)].size()) {
+      return name + ": a resident page is not ranked";
+    }
+    for (const auto& [page, place] : position) {
+      const PageId ancestor = nearest_resident_ancestor(page, t);
+      if (ancestor != kNoPage && position[ancestor] < place) {
+        return name + ": page " + std::to_string(ancestor) + " leaves before its descendant " + std::to_string(page);
+      }
+    }
+  }
+  return "";
+}
+
+std::string Index::Impl::check_pins() const {
+  std::unordered_map<PageId, uint32_t> loose;
+  std::unordered_map<NodeId, std::array<uint32_t, kTiers>> pins;
+  uint64_t live = 0;
+  for (const Lease& lease : leases) {
+    live += lease.owners > 0;
+    if (lease.owners == 0) continue;
+    for (const LoosePin& pin : lease.loose) ++loose[pin.page];
+    for (const LeaseSpan& span : lease.spans) {
+      NodeId node = span.end;
+      if (tree.node(node).end() != span.first_page + span.pages) return "a lease does not end where its edge ends";
+      for (;; node = tree.node(node).parent) {
+        ++pins[node][span.tier];
+        if (tree.node(node).start <= span.first_page) break;
+      }
+      if (tree.node(node).start != span.first_page) return "a lease does not start where its edge starts";
+    }
+  }
+  if (live != live_leases) return "leases are miscounted";
+  uint64_t pinned_nodes = 0;
+  for (const auto& [id, expected] : pins) {
+    ++pinned_nodes;
+    const Node& node = tree.node(id);
+    if (node.pins != expected) return "edge " + std::to_string(id) + ": its pins are not those of the leases";
+    for (const PageId page : node.pages) {
+      for (int t = 0; t < kTiers; ++t) {
+        const Residency residency = pages.residency(page, t);
+        if (expected[at(t)] > 0 && residency != Residency::kResident && residency != Residency::kQuarantined) {
+          return "page " + std::to_string(page) + " is pinned in tier " + std::to_string(t) + " and not resident there";
+        }
+      }
+    }
+  }
+  if (pinned_nodes != tree.pinned().size()) return "an edge has pins of no lease";
+  for (PageId page = 0; page < pages.id_limit(); ++page) {
+    if (!pages.exists(page)) continue;
+    const auto found = loose.find(page);
+    if (pages.lease_pins(page) != (found == loose.end() ? 0 : found->second)) return "page " + std::to_string(page) + ": its pins are not those of the leases";
+  }
+  return "";
+}
+
+}  // namespace stepwell
