@@ -227,7 +227,7 @@ Status Volume::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) 
   uint64_t odd = 0;
   if (Status status = make_odd(slot, &odd); status != Status::kOk) return status;
   full_fence();
-  if (odd + 1 >= kGenerationLimit) return Status::kInvalid;
+  if (odd >= kGenerationLimit - 1) return Status::kInvalid;
   if (fails("volume.odd")) return Status::kIOError;
   if (by_mapping()) {
     target->bytes = mapping_ + page_offset(slot);
@@ -248,7 +248,7 @@ Status Volume::finish_write(uint32_t slot, const Label& label, const uint32_t* c
     return Status::kInvalid;
   uint64_t odd = 0;
   if (Status status = load_generation(slot, &odd); status != Status::kOk) return status;
-  if (odd % 2 == 0 || odd + 1 >= kGenerationLimit) return Status::kInvalid;  // not begun
+  if (odd % 2 == 0 || odd >= kGenerationLimit - 1) return Status::kInvalid;  // not begun
 
   Status status = Status::kOk;
   if (target.guarded) {
