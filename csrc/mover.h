@@ -41,6 +41,7 @@ struct MoverStats {
   uint64_t bus_faults = 0;
   uint64_t io_errors = 0;
   uint64_t transfers = 0;
+  uint64_t commits = 0, aborts = 0;              // sink claims decided: together all that were submitted, once idle
   uint64_t queued_copy = 0, queued_io = 0;       // units waiting
 };
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <utility>
 
 namespace stepwell {
 
@@ -21,7 +22,7 @@ class WeightedQueue {
   explicit WeightedQueue(size_t capacity) : capacity_(capacity) {}
 
   bool try_reserve(size_t count) {
-    if (reserved_ + count > capacity_) return false;
+    if (count > capacity_ - reserved_) return false;
     reserved_ += count;
     return true;
   }

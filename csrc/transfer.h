@@ -77,12 +77,15 @@ class Inbox {
   void push(const Completion& completion) noexcept;  // REQUIRES a reservation
   size_t poll(size_t most, std::vector<Completion>* out);  // never waits
   int fileno() const noexcept { return event_fd_; }        // readable while completions wait
+  // Drops what waits and refuses what comes; the descriptor stays until the last owner of the inbox has gone.
   void close() noexcept;
+  bool is_closed() const noexcept;
 
  private:
   mutable std::mutex mutex_;
   size_t capacity_;
   size_t reserved_ = 0;
+  bool closed_ = false;
   std::vector<Completion> ready_;
   int event_fd_ = -1;
 };
@@ -90,11 +93,13 @@ class Inbox {
 // Tokens of Python buffers whose last use has passed; drained by any call that holds the GIL.
 class RetireList {
  public:
-  void push(uint64_t token) noexcept;
+  void reserve(size_t count);           // room for so many more push() calls, which then do not allocate
+  void push(uint64_t token) noexcept;   // REQUIRES a reservation
   std::vector<uint64_t> drain();
 
  private:
   std::mutex mutex_;
+  size_t promised_ = 0;  // reserved and not drained yet
   std::vector<uint64_t> tokens_;
 };
 
@@ -109,7 +114,8 @@ class Transfer {
   uint32_t layers_done() const noexcept;
   // True when done within timeout_s (< 0: no limit).
   bool wait(double timeout_s) const;
-  // Stops what has not started; what is being copied finishes. Every claim is returned either way.
+  // Stops what has not started; a page (in layer order: a layer of all pages) that is being copied finishes. Every claim is
+  // returned either way.
   void cancel() noexcept;
   // Closes the gate: when it returns no byte can land in the caller's memory; pages that had not landed report kDeadline.
   // The rest of the transfer goes on without the pool.
@@ -130,7 +136,7 @@ class Transfer {
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;
   Gate gate_;
-  // The mover's bookkeeping: see mover.cc.
+  // The mover's bookkeeping: see progress.h.
   struct Progress;
   std::unique_ptr<Progress, void (*)(Progress*)> progress_;
 };

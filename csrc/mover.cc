@@ -1,0 +1,837 @@
+#include "mover.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+#include <system_error>
+#include <unordered_map>
+#include <utility>
+
+#include "crc32c.h"
+#include "fault.h"
+#include "guard.h"
+#include "progress.h"
+
+namespace stepwell {
+
+namespace {
+
+constexpr int kCopyQueue = 0;
+constexpr int kIoQueue = 1;
+constexpr int kQueues = 2;
+constexpr double kLongestWait_s = 1e8;
+
+Tier tier_of(int column) { return static_cast<Tier>(column); }
+
+// The tests' way to make any worker fail at any of these points: an armed errno stands for an exception.
+void reach(const char* point) {
+  const fault::Outcome outcome = fault::reach(point);
+  if (outcome.error != 0) throw std::system_error(outcome.error, std::generic_category(), point);
+}
+
+// Workers take no asynchronous signal: Python's handlers belong on the main thread. The synchronous ones stay, SIGBUS for the guard.
+// Set while threads are started, so that they are born with it.
+class WorkerSignalMask {
+ public:
+  WorkerSignalMask() {
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (const int synchronous : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&blocked, synchronous);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before_);
+  }
+  ~WorkerSignalMask() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  WorkerSignalMask(const WorkerSignalMask&) = delete;
+  WorkerSignalMask& operator=(const WorkerSignalMask&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// A stay in the caller's memory.
+class GateStay {
+ public:
+  explicit GateStay(Gate& gate) : gate_(gate), inside_(gate.enter()) {}
+  ~GateStay() {
+    if (inside_) gate_.leave();
+  }
+  GateStay(const GateStay&) = delete;
+  GateStay& operator=(const GateStay&) = delete;
+  bool inside() const { return inside_; }
+
+ private:
+  Gate& gate_;
+  bool inside_;
+};
+
+struct Unit {
+  std::shared_ptr<Transfer> transfer;
+  UnitPlan plan;
+  int stage = 0;
+};
+
+struct Worker {
+  Scratch scratch;
+  std::vector<uint32_t> checksums;  // of the page that is being gathered
+};
+
+// Where the bytes of a page come from just now.
+struct OpenSource {
+  int column = kPoolColumn;
+  PageSource bytes;  // for the pool: null
+  bool is_pool() const { return bytes.bytes == nullptr; }
+};
+
+// A page of a layer-order unit on its way.
+struct LayeredPage {
+  uint32_t index;
+  OpenSource source;
+  uint32_t seed;
+  size_t first_checksum;
+};
+
+}  // namespace
+
+struct Mover::Impl {
+  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_, RetireList* retired_list)
+      : options(options_),
+        shape(shape_),
+        index(index_),
+        media(media_),
+        retired(retired_list),
+        pid(::getpid()),
+        queues{WeightedQueue<Unit>(options_.queue_units), WeightedQueue<Unit>(options_.queue_units)} {}
+
+  // ---- planning ------------------------------------------------------------------------------------------------
+  bool does_io(int column) const { return column != kPoolColumn && media[static_cast<size_t>(column)]->does_io(); }
+  ColumnMask io_mask() const;
+  bool is_valid(const TransferSpec& spec) const;
+  void plan(Transfer& transfer) const;
+
+  // ---- running -------------------------------------------------------------------------------------------------
+  void work(std::stop_token stop, int queue, const std::string& name);
+  bool run_one(int queue, Worker& worker);
+  void run_unit(const Unit& unit, Worker& worker) noexcept;
+  void run_layered(Transfer& transfer, const UnitPlan& unit, Worker& worker);
+  void run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker);
+  bool open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source);
+  // The two copies: into a tier, which ends in a commit, and into the lent pool. False: the source is of no more use.
+  bool fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source);
+  bool land(Transfer& transfer, uint32_t page, const OpenSource& source);
+  Status land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source, uint32_t expected);
+  void landed_whole(Transfer& transfer, uint32_t page);
+  void commit(Transfer& transfer, uint32_t page, int column);
+
+  // ---- deciding ------------------------------------------------------------------------------------------------
+  bool stopped(const Transfer& transfer) const {
+    return transfer.progress_->cancelled.load(std::memory_order_relaxed) || is_poisoned.load(std::memory_order_relaxed);
+  }
+  Status stop_reason() const { return is_poisoned.load(std::memory_order_relaxed) ? Status::kPoisoned : Status::kCancelled; }
+  void count(Status status) noexcept {
+    if (status == Status::kIOError) io_errors.fetch_add(1, std::memory_order_relaxed);
+    if (status == Status::kBusFault) bus_faults.fetch_add(1, std::memory_order_relaxed);
+  }
+  void fail(Transfer& transfer, uint32_t page, int column, Status status);
+  void fail_source(Transfer& transfer, uint32_t page, int column, Status status);
+  void settle_stage(Transfer& transfer, uint32_t page, int stage) noexcept;
+  void settle_source(Transfer& transfer, uint32_t page) noexcept;
+  void resolve(Transfer& transfer, uint32_t page) noexcept;
+  void end_unit(const Unit& unit) noexcept;
+  void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage);
+  void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
+  void poison() noexcept;
+  // Runs a continuation whatever it throws: the next one still has to run.
+  template <typename Call>
+  void surely(Call&& call) noexcept {
+    try {
+      call();
+    } catch (...) {
+      poison();
+    }
+  }
+
+  const MoverOptions options;
+  const PageShape shape;
+  Index* const index;
+  const std::array<Medium*, kTiers> media;
+  RetireList* const retired;
+  const pid_t pid;
+
+  std::atomic<bool> is_poisoned{false};
+  std::array<std::atomic<uint64_t>, kTiers> bytes_read{}, bytes_written{};
+  std::atomic<uint64_t> checksum_failures{0}, bus_faults{0}, io_errors{0}, transfers{0}, commits{0}, aborts{0};
+
+  mutable std::mutex queue_mutex;
+  std::array<std::condition_variable_any, kQueues> work_waits;
+  std::condition_variable idle;  // a transfer has ended
+  // GUARDED_BY(queue_mutex)
+  std::array<WeightedQueue<Unit>, kQueues> queues;
+  std::unordered_map<const Transfer*, std::shared_ptr<Transfer>> live;  // submitted, not ended
+  bool closed = false;
+
+  Worker stepped;  // of step(), with 0 threads
+  std::vector<std::jthread> threads;  // last: joined before anything above goes
+};
+
+// ---- planning --------------------------------------------------------------------------------------------------
+
+ColumnMask Mover::Impl::io_mask() const {
+  ColumnMask columns = 0;
+  for (int column = 1; column < kTiers; ++column) {
+    if (media[static_cast<size_t>(column)] != nullptr && does_io(column)) columns |= column_mask(column);
+  }
+  return columns;
+}
+
+bool Mover::Impl::is_valid(const TransferSpec& spec) const {
+  if (spec.pool != nullptr && spec.pool->layers() != shape.layers()) return false;
+  if (static_cast<size_t>(spec.work_class) >= kWorkClasses) return false;
+  for (const PageCopy& copy : spec.pages) {
+    if (copy.page == kNoPage) return false;
+    int sources = 0, sinks = 0;
+    for (size_t column = 0; column < kTiers; ++column) {
+      const Role role = copy.roles[column];
+      if (role == Role::kUnused) continue;
+      if (role != Role::kSource && role != Role::kSink) return false;
+      (role == Role::kSource ? sources : sinks) += 1;
+      if (column != kPoolColumn) {
+        if (media[column] == nullptr) return false;
+      } else if (spec.pool == nullptr || copy.slots[column] >= spec.pool->slots() || (role == Role::kSink && !spec.pool->writable())) {
+        return false;
+      }
+    }
+    if (sources != 1 || sinks == 0) return false;
+  }
+  return true;
+}
+
+// Splits each page's sinks into stages and the pages of each stage into units: see the table at the top of mover.h.
+void Mover::Impl::plan(Transfer& transfer) const {
+  const TransferSpec& spec = transfer.spec_;
+  Transfer::Progress& progress = *transfer.progress_;
+  const ColumnMask io = io_mask();
+  const size_t count = spec.pages.size();
+  progress.pages.resize(count);
+  progress.status.assign(count, Status::kPending);
+  progress.landed.assign(count, 0);
+  progress.pool_over.assign(count, false);
+
+  // [stage][queue]; a layer-order landing is one unit of its own.
+  std::array<std::array<std::vector<uint32_t>, kQueues>, kStages> runs;
+  std::vector<uint32_t> layered;
+  for (uint32_t i = 0; i < count; ++i) {
+    ColumnMask source = 0, sinks = 0;
+    for (int column = 0; column < kTiers; ++column) {
+      const Role role = spec.pages[i].roles[static_cast<size_t>(column)];
+      if (role == Role::kSource) source |= column_mask(column);
+      if (role == Role::kSink) sinks |= column_mask(column);
+    }
+    PageProgress& page = progress.pages[i];
+    page.sinks[0] = sinks;
+    const ColumnMask memory = sinks & static_cast<ColumnMask>(~(io | kPoolMask));
+    if (source == kPoolMask) {
+      if (memory != 0) page.sinks = {memory, static_cast<ColumnMask>(sinks & ~memory)};
+    } else if ((sinks & kPoolMask) != 0 && spec.layer_order && ((source & io) == 0 || memory != 0)) {
+      page.sinks = {static_cast<ColumnMask>(sinks & ~kPoolMask), kPoolMask};
+      if ((source & io) == 0) page.source_stage = 1;
+    }
+    if (page.sinks[0] != 0) runs[0][((source | page.sinks[0]) & io) != 0 ? kIoQueue : kCopyQueue].push_back(i);
+    if (page.sinks[1] == kPoolMask) {
+      layered.push_back(i);
+    } else if (page.sinks[1] != 0) {
+      runs[1][kIoQueue].push_back(i);
+    }
+    progress.pool_is_sink |= (sinks & kPoolMask) != 0;
+    progress.uses_pool[0] |= ((source | page.sinks[0]) & kPoolMask) != 0;
+  }
+  progress.uses_pool[1] = !layered.empty();
+
+  // Units of about unit_bytes, but never so many that an empty queue could not take them.
+  const size_t most_units = std::max<size_t>(1, options.queue_units > 2 ? options.queue_units - 2 : 1);
+  const size_t unit_pages =
+      std::max({size_t{1}, static_cast<size_t>(options.unit_bytes / shape.page_bytes()), (count + most_units - 1) / most_units});
+  auto cut = [&](int stage, int queue, const std::vector<uint32_t>& run, size_t pages, bool is_layered) {
+    for (size_t first = 0; first < run.size(); first += pages) {
+      const size_t taken = std::min(pages, run.size() - first);
+      progress.units[static_cast<size_t>(stage)].push_back(UnitPlan{static_cast<uint32_t>(progress.order.size()),
+                                                                    static_cast<uint32_t>(taken), queue == kIoQueue, is_layered});
+      const auto begin = run.begin() + static_cast<std::ptrdiff_t>(first);
+      progress.order.insert(progress.order.end(), begin, begin + static_cast<std::ptrdiff_t>(taken));
+    }
+  };
+  for (int stage = 0; stage < kStages; ++stage) {
+    for (int queue = 0; queue < kQueues; ++queue) {
+      cut(stage, queue, runs[static_cast<size_t>(stage)][static_cast<size_t>(queue)], unit_pages, false);
+    }
+  }
+  cut(1, kCopyQueue, layered, std::max<size_t>(1, layered.size()), true);
+}
+
+// ---- running ---------------------------------------------------------------------------------------------------
+
+void Mover::Impl::work(std::stop_token stop, int queue, const std::string& name) {
+  pthread_setname_np(pthread_self(), name.c_str());
+  Worker worker;
+  for (;;) {
+    {
+      std::unique_lock lock(queue_mutex);
+      auto& mine = queues[static_cast<size_t>(queue)];
+      if (!work_waits[static_cast<size_t>(queue)].wait(lock, stop, [&] { return mine.size() > 0; })) return;
+    }
+    run_one(queue, worker);
+  }
+}
+
+bool Mover::Impl::run_one(int queue, Worker& worker) {
+  std::optional<Unit> unit;
+  {
+    std::lock_guard lock(queue_mutex);
+    unit = queues[static_cast<size_t>(queue)].pop();
+  }
+  if (!unit) return false;
+  run_unit(*unit, worker);
+  return true;
+}
+
+void Mover::Impl::run_unit(const Unit& unit, Worker& worker) noexcept {
+  Transfer& transfer = *unit.transfer;
+  const std::vector<uint32_t>& order = transfer.progress_->order;
+  try {
+    reach("mover.unit");
+    if (unit.plan.layered) {
+      run_layered(transfer, unit.plan, worker);
+    } else {
+      for (uint32_t i = 0; i < unit.plan.count; ++i) {
+        const uint32_t page = order[unit.plan.first + i];
+        run_page(transfer, page, unit.stage, worker);
+        settle_stage(transfer, page, unit.stage);
+      }
+    }
+  } catch (...) {
+    poison();
+  }
+  // Whatever happened above, each page leaves this stage decided; a second time does nothing.
+  for (uint32_t i = 0; i < unit.plan.count; ++i) settle_stage(transfer, order[unit.plan.first + i], unit.stage);
+  end_unit(unit);
+}
+
+void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker) {
+  PageProgress& progress = transfer.progress_->pages[page];
+  const ColumnMask open_sinks = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~progress.settled);
+  if (open_sinks == 0 || stopped(transfer)) return;
+  OpenSource source;
+  if (!open_source(transfer, page, stage, worker, &source)) return;
+  ColumnMask committed = 0;
+  for (int column = 0; column < kTiers; ++column) {
+    if ((open_sinks & column_mask(column)) == 0) continue;
+    reach("mover.before_copy");
+    const bool good = column == kPoolColumn ? land(transfer, page, source) : fill_tier(transfer, page, column, worker, &source);
+    if ((progress.settled & column_mask(column)) != 0) committed |= column_mask(column);
+    if (!good) return;
+  }
+  // A layer-order landing was to read the memory tier that this stage has filled. None could be: the bytes are here, land them now.
+  const bool awaits_landing = stage == 0 && progress.sinks[1] == kPoolMask && progress.source_stage == 0;
+  const ColumnMask memory = committed & static_cast<ColumnMask>(~io_mask());
+  if (awaits_landing && memory == 0 && !stopped(transfer)) land(transfer, page, source);
+}
+
+bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source) {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  const PageProgress& progress = transfer.progress_->pages[page];
+  int column = 0;
+  if (stage <= progress.source_stage) {
+    while (copy.roles[static_cast<size_t>(column)] != Role::kSource) ++column;
+  } else {
+    // The memory tier that the first stage has committed, the lower one first: it is the one that stays.
+    ColumnMask memory = 0;
+    {
+      std::lock_guard lock(transfer.mutex_);
+      memory = transfer.progress_->landed[page];
+    }
+    memory &= static_cast<ColumnMask>(~(io_mask() | kPoolMask));
+    if (memory == 0) return false;  // its failure has been noted
+    column = std::bit_width(memory) - 1;
+  }
+  source->column = column;
+  if (column == kPoolColumn) return true;
+  Medium& medium = *media[static_cast<size_t>(column)];
+  const Status status = medium.prepare_read(copy.slots[static_cast<size_t>(column)], copy.label, worker.scratch, &source->bytes);
+  if (status != Status::kOk) {
+    fail_source(transfer, page, column, status);
+    return false;
+  }
+  bytes_read[static_cast<size_t>(column)].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+  return true;
+}
+
+bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source) {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  Medium& medium = *media[static_cast<size_t>(column)];
+  const uint32_t slot = copy.slots[static_cast<size_t>(column)];
+  PageTarget target;
+  Status status = medium.begin_write(slot, worker.scratch, &target);
+  if (status != Status::kOk) {
+    fail(transfer, page, column, status);
+    return true;
+  }
+  const uint32_t seed = shape.page_seed(copy.label);
+  const bool gathers = source->is_pool();
+  if (gathers) worker.checksums.resize(shape.layers());
+  for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+    std::byte* const to = target.bytes + shape.layer_offset(layer);
+    uint32_t crc = PageShape::layer_seed(seed, layer);
+    if (gathers) {
+      const GateStay stay(transfer.gate_);
+      status = stay.inside() ? transfer.spec_.pool->gather_layer(copy.slots[kPoolColumn], layer, to, &crc, target.guarded)
+                             : Status::kDeadline;
+      worker.checksums[layer] = crc;
+    } else {
+      const std::byte* const from = source->bytes.bytes + shape.layer_offset(layer);
+      const size_t bytes = shape.layer_bytes(layer);
+      if (source->bytes.guarded || target.guarded) {
+        status = guard::copy(to, from, bytes, &crc);
+      } else {
+        crc = crc32c_copy(crc, to, from, bytes);
+      }
+      if (status == Status::kOk && crc != source->bytes.checksums[layer]) {
+        fail_source(transfer, page, source->column, Status::kChecksum);
+        return false;
+      }
+    }
+    if (status != Status::kOk) {
+      fail(transfer, page, column, status);
+      return true;
+    }
+  }
+  if (gathers) {
+    bytes_read[kPoolColumn].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+    std::lock_guard lock(transfer.mutex_);
+    transfer.progress_->pool_over[page] = true;
+  }
+  const uint32_t* const checksums = gathers ? worker.checksums.data() : source->bytes.checksums;
+  // From here on a record may be readable: the way back leads over retire().
+  transfer.progress_->pages[page].published |= column_mask(column);
+  status = medium.finish_write(slot, copy.label, checksums, target);
+  if (status != Status::kOk) {
+    fail(transfer, page, column, status);
+    return true;
+  }
+  reach("mover.after_copy");
+  commit(transfer, page, column);
+  reach("mover.after_commit");
+  // What was gathered once is read from there for further sinks: fewer strided reads, and a stay less in the caller's memory.
+  const bool committed = (transfer.progress_->pages[page].settled & column_mask(column)) != 0;
+  if (gathers && committed && !medium.does_io() && target.bytes != worker.scratch.target(0)) {
+    source->column = column;
+    source->bytes = PageSource{target.bytes, worker.checksums.data(), target.guarded};
+  }
+  return true;
+}
+
+void Mover::Impl::commit(Transfer& transfer, uint32_t page, int column) {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  PageProgress& progress = transfer.progress_->pages[page];
+  const Status status = index->commit(copy.page, tier_of(column), copy.numbers[static_cast<size_t>(column)]);
+  if (status != Status::kOk) {
+    // The claim is not ours any more, nor is the slot: its record is left alone.
+    progress.published &= static_cast<ColumnMask>(~column_mask(column));
+    fail(transfer, page, column, status);
+    return;
+  }
+  commits.fetch_add(1, std::memory_order_relaxed);
+  bytes_written[static_cast<size_t>(column)].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+  transfer.progress_->bytes_moved.fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+  progress.published &= static_cast<ColumnMask>(~column_mask(column));
+  progress.settled |= column_mask(column);
+  std::lock_guard lock(transfer.mutex_);
+  transfer.progress_->landed[page] |= column_mask(column);
+}
+
+bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& source) {
+  const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
+  for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+    const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
+    if (status == Status::kChecksum) {
+      fail_source(transfer, page, source.column, status);
+      return false;
+    }
+    if (status != Status::kOk) {
+      fail(transfer, page, kPoolColumn, status);
+      return true;
+    }
+  }
+  landed_whole(transfer, page);
+  return true;
+}
+
+Status Mover::Impl::land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source,
+                               uint32_t expected) {
+  uint32_t crc = PageShape::layer_seed(seed, layer);
+  const uint32_t slot = transfer.spec_.pages[page].slots[kPoolColumn];
+  const GateStay stay(transfer.gate_);
+  if (!stay.inside()) return Status::kDeadline;
+  const Status status = transfer.spec_.pool->scatter_layer(slot, layer, source.bytes + shape.layer_offset(layer), &crc, source.guarded);
+  copy_fence();  // inside the stay: nothing may land after a close() that found nobody inside
+  if (status != Status::kOk) return status;
+  return crc == expected ? Status::kOk : Status::kChecksum;
+}
+
+void Mover::Impl::landed_whole(Transfer& transfer, uint32_t page) {
+  transfer.progress_->pages[page].settled |= kPoolMask;
+  bytes_written[kPoolColumn].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+  transfer.progress_->bytes_moved.fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+  std::lock_guard lock(transfer.mutex_);
+  Transfer::Progress& progress = *transfer.progress_;
+  if (progress.status[page] != Status::kPending) return;  // the gate was closed before we could say so
+  progress.pool_over[page] = true;
+  progress.landed[page] |= kPoolMask;
+  progress.status[page] = Status::kOk;
+}
+
+void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& worker) {
+  const std::vector<uint32_t>& order = transfer.progress_->order;
+  std::vector<LayeredPage> pages;
+  std::vector<uint32_t> checksums;
+  pages.reserve(unit.count);
+  checksums.reserve(static_cast<size_t>(unit.count) * shape.layers());
+  for (uint32_t i = 0; i < unit.count; ++i) {
+    const uint32_t page = order[unit.first + i];
+    const PageProgress& progress = transfer.progress_->pages[page];
+    if ((progress.settled & kPoolMask) != 0 || progress.failure != Status::kOk || stopped(transfer)) continue;
+    OpenSource source;
+    if (!open_source(transfer, page, 1, worker, &source)) continue;
+    reach("mover.before_copy");
+    if (source.bytes.bytes == worker.scratch.source(0)) {
+      // The medium could not show the page in place, and the next one will want the scratch page.
+      land(transfer, page, source);
+      continue;
+    }
+    pages.push_back({page, source, shape.page_seed(transfer.spec_.pages[page].label), checksums.size()});
+    checksums.insert(checksums.end(), source.bytes.checksums, source.bytes.checksums + shape.layers());
+  }
+  for (uint32_t layer = 0; layer < shape.layers() && !pages.empty(); ++layer) {
+    if (stopped(transfer)) return;
+    std::erase_if(pages, [&](const LayeredPage& page) {
+      const uint32_t expected = checksums[page.first_checksum + layer];
+      const Status status = land_layer(transfer, page.index, layer, page.seed, page.source.bytes, expected);
+      if (status == Status::kChecksum) {
+        fail_source(transfer, page.index, page.source.column, status);
+      } else if (status != Status::kOk) {
+        fail(transfer, page.index, kPoolColumn, status);
+      }
+      return status != Status::kOk;
+    });
+    if (pages.empty()) return;
+    if (layer + 1 == shape.layers()) {
+      for (const LayeredPage& page : pages) landed_whole(transfer, page.index);
+    }
+    transfer.progress_->layers_done.store(layer + 1, std::memory_order_release);
+  }
+}
+
+// ---- deciding --------------------------------------------------------------------------------------------------
+
+// A load is as good as its landing in the pool; anything else is as good as its worst sink.
+void Mover::Impl::fail(Transfer& transfer, uint32_t page, int column, Status status) {
+  count(status);
+  const bool is_load = transfer.spec_.pages[page].roles[kPoolColumn] == Role::kSink;
+  PageProgress& progress = transfer.progress_->pages[page];
+  if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = status;
+}
+
+// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so.
+void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Status status) {
+  PageProgress& progress = transfer.progress_->pages[page];
+  count(status);
+  if (status == Status::kChecksum || status == Status::kStale) {
+    checksum_failures.fetch_add(1, std::memory_order_relaxed);
+    const PageCopy& copy = transfer.spec_.pages[page];
+    // A LEAVING source is kept by it first: nothing is left to settle.
+    if (copy.roles[static_cast<size_t>(column)] == Role::kSource) progress.source_settled = true;
+    index->quarantine(copy.page, tier_of(column), copy.slots[static_cast<size_t>(column)]);
+    status = Status::kChecksum;
+  }
+  if (progress.failure == Status::kOk) progress.failure = status;
+}
+
+// Ends a page's part in a stage: what was not committed is aborted. Idempotent.
+void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage) noexcept {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  PageProgress& progress = transfer.progress_->pages[page];
+  for (int column = 0; column < kTiers; ++column) {
+    const ColumnMask bit = column_mask(column);
+    if ((progress.sinks[static_cast<size_t>(stage)] & bit) == 0 || (progress.settled & bit) != 0) continue;
+    progress.settled |= bit;
+    if (column != kPoolColumn) {
+      const auto c = static_cast<size_t>(column);
+      if ((progress.published & bit) != 0) count(media[c]->retire(copy.slots[c]));
+      progress.published &= static_cast<ColumnMask>(~bit);
+      surely([&] { index->abort(copy.page, tier_of(column), copy.numbers[c]); });
+      aborts.fetch_add(1, std::memory_order_relaxed);
+    }
+    const bool is_load = copy.roles[kPoolColumn] == Role::kSink;
+    if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = stop_reason();
+  }
+  if (stage >= progress.source_stage) settle_source(transfer, page);
+  resolve(transfer, page);
+}
+
+// A LEAVING source may go once every sink that was filled from it holds the page; else it is kept.
+void Mover::Impl::settle_source(Transfer& transfer, uint32_t page) noexcept {
+  PageProgress& progress = transfer.progress_->pages[page];
+  if (!transfer.spec_.source_leaving || progress.source_settled) return;
+  progress.source_settled = true;
+  const PageCopy& copy = transfer.spec_.pages[page];
+  size_t column = 0;
+  while (copy.roles[column] != Role::kSource) ++column;
+  ColumnMask wanted = 0, landed = 0;
+  for (int stage = 0; stage <= progress.source_stage; ++stage) wanted |= progress.sinks[static_cast<size_t>(stage)];
+  {
+    std::lock_guard lock(transfer.mutex_);
+    landed = transfer.progress_->landed[page];
+  }
+  const Tier tier = tier_of(static_cast<int>(column));
+  surely([&] {
+    if ((landed & wanted) != wanted) {
+      index->keep(copy.page, tier, copy.numbers[column]);
+    } else if (index->finish(copy.page, tier, copy.numbers[column]) == Status::kOk) {
+      // The record first: once the index has the slot, another page may be written there.
+      if (media[column] != nullptr) count(media[column]->retire(copy.slots[column]));
+      index->free_slots(tier, &copy.slots[column], 1);
+    }
+  });
+}
+
+void Mover::Impl::resolve(Transfer& transfer, uint32_t page) noexcept {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  const PageProgress& progress = transfer.progress_->pages[page];
+  const bool is_load = copy.roles[kPoolColumn] == Role::kSink;
+  const ColumnMask deciding = is_load ? kPoolMask : static_cast<ColumnMask>(progress.sinks[0] | progress.sinks[1]);
+  std::lock_guard lock(transfer.mutex_);
+  Status& status = transfer.progress_->status[page];
+  if (status != Status::kPending) return;
+  if (is_load ? (progress.settled & kPoolMask) != 0 : progress.failure != Status::kOk) {
+    status = progress.failure;  // a landing that worked has set kOk before
+  } else if ((progress.settled & deciding) == deciding) {
+    status = Status::kOk;
+  }
+}
+
+void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) {
+  const std::vector<UnitPlan>& units = transfer->progress_->units[static_cast<size_t>(stage)];
+  {
+    std::lock_guard lock(transfer->mutex_);
+    transfer->progress_->units_left = static_cast<uint32_t>(units.size());
+  }
+  std::lock_guard lock(queue_mutex);
+  for (const UnitPlan& unit : units) {
+    const size_t queue = unit.io ? kIoQueue : kCopyQueue;
+    queues[queue].push(transfer->spec_.work_class, Unit{transfer, unit, stage});
+    work_waits[queue].notify_one();
+  }
+}
+
+void Mover::Impl::end_unit(const Unit& unit) noexcept {
+  {
+    // Before anyone can see the transfer done: who then submits the next finds this unit's room.
+    std::lock_guard lock(queue_mutex);
+    queues[unit.plan.io ? kIoQueue : kCopyQueue].unreserve(1);
+  }
+  Transfer::Progress& progress = *unit.transfer->progress_;
+  {
+    std::lock_guard lock(unit.transfer->mutex_);
+    if (--progress.units_left > 0) return;
+  }
+  for (int stage = unit.stage + 1; stage < kStages; ++stage) {
+    const auto next = static_cast<size_t>(stage);
+    if (progress.units[next].empty()) continue;
+    if (!progress.uses_pool[next]) progress.source_released.store(true, std::memory_order_release);
+    begin_stage(unit.transfer, stage);
+    return;
+  }
+  end_transfer(unit.transfer);
+}
+
+void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept {
+  const TransferSpec& spec = transfer->spec_;
+  Transfer::Progress& progress = *transfer->progress_;
+  if (spec.unpin_pages && !spec.pages.empty()) {
+    surely([&] {
+      std::vector<PageId> ids;
+      ids.reserve(spec.pages.size());
+      for (const PageCopy& copy : spec.pages) ids.push_back(copy.page);
+      index->unpin_pages(ids.data(), ids.size());
+    });
+  }
+  if (spec.lease != 0) surely([&] { index->release(spec.lease); });
+  transfers.fetch_add(1, std::memory_order_relaxed);
+  {
+    // One step for whoever looks: done, the completion and the tokens come together.
+    std::lock_guard lock(transfer->mutex_);
+    Completion completion{spec.tag, static_cast<uint32_t>(spec.pages.size()), 0, Status::kOk};
+    bool any_landed = false;
+    for (size_t i = 0; i < spec.pages.size(); ++i) {
+      any_landed |= (progress.landed[i] & kPoolMask) != 0;
+      if (progress.status[i] == Status::kOk) {
+        ++completion.ok_pages;
+      } else if (completion.status == Status::kOk) {
+        completion.status = progress.status[i];
+      }
+    }
+    if (progress.pool_is_sink && any_landed) progress.layers_done.store(shape.layers(), std::memory_order_release);
+    progress.source_released.store(true, std::memory_order_release);
+    progress.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - progress.submitted).count();
+    progress.done = true;
+    if (progress.inbox != nullptr) progress.inbox->push(completion);
+    if (spec.keep_alive != 0) retired->push(spec.keep_alive);
+    transfer->condition_.notify_all();
+  }
+  std::lock_guard lock(queue_mutex);
+  live.erase(transfer.get());
+  if (live.empty()) idle.notify_all();
+}
+
+void Mover::Impl::poison() noexcept {
+  is_poisoned.store(true, std::memory_order_relaxed);
+  index->poison();
+}
+
+// ---- the mover -------------------------------------------------------------------------------------------------
+
+Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media)
+    : impl_(std::make_unique<Impl>(options, shape, index, media, &retired_)) {
+  if ((options.copy_threads == 0) != (options.io_threads == 0)) {
+    throw std::invalid_argument("mover: copy_threads " + std::to_string(options.copy_threads) + " and io_threads " +
+                                std::to_string(options.io_threads) + ": give both or neither (0 and 0 is the stepped mover)");
+  }
+  if (options.queue_units == 0) throw std::invalid_argument("mover: queue_units must be at least 1");
+  if (media[kPoolColumn] != nullptr) throw std::invalid_argument("mover: the device tier travels as a lent pool and has no medium");
+  const WorkerSignalMask mask;
+  auto start = [&](int queue, uint32_t count, const char* job) {
+    for (uint32_t i = 0; i < count; ++i) {
+      impl_->threads.emplace_back([impl = impl_.get(), queue, name = "sw-" + std::string(job) + "-" + std::to_string(i)](
+                                      std::stop_token stop) { impl->work(stop, queue, name); });
+    }
+  };
+  start(kCopyQueue, options.copy_threads, "copy");
+  start(kIoQueue, options.io_threads, "io");
+}
+
+Mover::~Mover() {
+  if (impl_->pid != ::getpid()) {
+    // A forked child: the threads did not come along, and the mutexes are as they were. Nothing can be joined; it is left where it lies.
+    static_cast<void>(impl_.release());
+    return;
+  }
+  drain(0, true);
+}
+
+Status Mover::submit(TransferSpec spec, std::shared_ptr<Inbox> inbox, std::shared_ptr<Transfer>* out) {
+  Impl& impl = *impl_;
+  if (impl.pid != ::getpid()) return Status::kClosed;
+  if (poisoned()) return Status::kPoisoned;
+  if (!impl.is_valid(spec)) return Status::kInvalid;
+  if (inbox != nullptr && inbox->is_closed()) return Status::kClosed;
+
+  // Not make_shared: only the mover may make one.
+  const std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec)));
+  Transfer::Progress& progress = *transfer->progress_;
+  impl.plan(*transfer);
+  progress.inbox = inbox;
+  progress.pid = impl.pid;
+  progress.submitted = std::chrono::steady_clock::now();
+  progress.source_released.store(!progress.uses_pool[0] && !progress.uses_pool[1], std::memory_order_relaxed);
+  std::array<size_t, kQueues> needed{};
+  for (const auto& stage : progress.units) {
+    for (const UnitPlan& unit : stage) ++needed[unit.io ? kIoQueue : kCopyQueue];
+  }
+  {
+    std::lock_guard lock(impl.queue_mutex);
+    if (impl.closed) return Status::kClosed;
+    if (!impl.queues[kCopyQueue].try_reserve(needed[kCopyQueue])) return Status::kQueueFull;
+    if (!impl.queues[kIoQueue].try_reserve(needed[kIoQueue])) {
+      impl.queues[kCopyQueue].unreserve(needed[kCopyQueue]);
+      return Status::kQueueFull;
+    }
+    if (inbox != nullptr && !inbox->try_reserve()) {
+      impl.queues[kCopyQueue].unreserve(needed[kCopyQueue]);
+      impl.queues[kIoQueue].unreserve(needed[kIoQueue]);
+      return inbox->is_closed() ? Status::kClosed : Status::kQueueFull;
+    }
+    if (transfer->spec_.keep_alive != 0) retired_.reserve(1);
+    impl.live.emplace(transfer.get(), transfer);
+  }
+  *out = transfer;
+  if (transfer->progress_->order.empty()) {
+    impl.end_transfer(transfer);
+  } else {
+    impl.begin_stage(transfer, progress.units[0].empty() ? 1 : 0);
+  }
+  return Status::kOk;
+}
+
+bool Mover::drain(double timeout_s, bool close) {
+  Impl& impl = *impl_;
+  if (impl.pid != ::getpid()) return true;
+  const bool steps = impl.threads.empty();
+  const bool forever = timeout_s < 0 || timeout_s > kLongestWait_s;
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                            std::chrono::duration<double>(forever ? 0 : timeout_s));
+  const auto is_idle = [&impl] { return impl.live.empty(); };
+  std::unique_lock lock(impl.queue_mutex);
+  if (close) impl.closed = true;
+  if (steps) {
+    lock.unlock();
+    while ((forever || std::chrono::steady_clock::now() < deadline) && (step(kCopyQueue) || step(kIoQueue))) {
+    }
+    lock.lock();
+  } else if (forever) {
+    impl.idle.wait(lock, is_idle);
+  } else {
+    impl.idle.wait_until(lock, deadline, is_idle);
+  }
+  if (is_idle()) return true;
+  for (const auto& [key, transfer] : impl.live) transfer->cancel();
+  if (steps) {
+    lock.unlock();
+    while (step(kCopyQueue) || step(kIoQueue)) {
+    }
+  } else {
+    impl.idle.wait(lock, is_idle);
+  }
+  return false;
+}
+
+bool Mover::step(int queue) {
+  Impl& impl = *impl_;
+  if (impl.pid != ::getpid() || !impl.threads.empty() || queue < 0 || queue >= kQueues) return false;
+  return impl.run_one(queue, impl.stepped);
+}
+
+MoverStats Mover::stats() const {
+  const Impl& impl = *impl_;
+  MoverStats stats;
+  for (size_t column = 0; column < kTiers; ++column) {
+    stats.bytes_read[column] = impl.bytes_read[column].load(std::memory_order_relaxed);
+    stats.bytes_written[column] = impl.bytes_written[column].load(std::memory_order_relaxed);
+  }
+  stats.checksum_failures = impl.checksum_failures.load(std::memory_order_relaxed);
+  stats.bus_faults = impl.bus_faults.load(std::memory_order_relaxed);
+  stats.io_errors = impl.io_errors.load(std::memory_order_relaxed);
+  stats.transfers = impl.transfers.load(std::memory_order_relaxed);
+  stats.commits = impl.commits.load(std::memory_order_relaxed);
+  stats.aborts = impl.aborts.load(std::memory_order_relaxed);
+  if (impl.pid != ::getpid()) return stats;  // a worker may have held the mutex when this child was forked
+  std::lock_guard lock(impl.queue_mutex);
+  stats.queued_copy = impl.queues[kCopyQueue].size();
+  stats.queued_io = impl.queues[kIoQueue].size();
+  return stats;
+}
+
+bool Mover::poisoned() const noexcept { return impl_->is_poisoned.load(std::memory_order_relaxed) || impl_->index->poisoned(); }
+
+}  // namespace stepwell

@@ -1,0 +1,66 @@
+// What the mover keeps about a transfer while it runs. Private to transfer.cc and mover.cc.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "transfer.h"
+
+namespace stepwell {
+
+using ColumnMask = uint8_t;  // 1 << column
+constexpr ColumnMask column_mask(int column) { return static_cast<ColumnMask>(1u << column); }
+constexpr ColumnMask kPoolMask = column_mask(kPoolColumn);
+constexpr int kStages = 2;
+
+// One page's way through its stages. Written only by the worker that runs the unit the page is in; the units of one
+// stage are over before the next one is queued, so stages never meet.
+struct PageProgress {
+  std::array<ColumnMask, kStages> sinks{};  // what each stage fills; fixed at submit
+  uint8_t source_stage = 0;                 // the last stage that reads the page's own source; fixed at submit
+  ColumnMask settled = 0;                   // sinks whose claim was committed or aborted (pool: landed or given up)
+  ColumnMask published = 0;                 // record written, claim not committed yet
+  bool source_settled = false;              // a LEAVING source was finished, kept or quarantined
+  Status failure = Status::kOk;             // the first one that decides the page's status
+};
+
+// Consecutive entries of Progress::order that one worker runs in one go.
+struct UnitPlan {
+  uint32_t first = 0;
+  uint32_t count = 0;
+  bool io = false;
+  bool layered = false;
+};
+
+struct Transfer::Progress {
+  // Fixed at submit.
+  std::shared_ptr<Inbox> inbox;
+  std::vector<uint32_t> order;  // page indices, each unit's contiguous
+  std::array<std::vector<UnitPlan>, kStages> units;
+  std::array<bool, kStages> uses_pool{};
+  bool pool_is_sink = false;
+  pid_t pid = 0;
+  std::chrono::steady_clock::time_point submitted;
+
+  std::vector<PageProgress> pages;
+
+  // GUARDED_BY(Transfer::mutex_)
+  std::vector<Status> status;    // kPending, then the first that was set
+  std::vector<uint8_t> landed;
+  std::vector<bool> pool_over;   // all of the page's bytes are in (or out of) the pool
+  uint32_t units_left = 0;       // of the stage under way
+  bool done = false;
+  double seconds = 0;
+
+  std::atomic<bool> cancelled{false};
+  std::atomic<bool> source_released{false};
+  std::atomic<uint32_t> layers_done{0};
+  std::atomic<uint64_t> bytes_moved{0};
+};
+
+}  // namespace stepwell

@@ -1,0 +1,1058 @@
+#include <doctest/doctest.h>
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+
+#include "fake_medium.h"
+#include "fault.h"
+#include "mover.h"
+
+namespace stepwell {
+namespace {
+
+using testing::FakeMedium;
+
+constexpr int kPool = kPoolColumn;
+constexpr int kHost = static_cast<int>(Tier::kHost);
+constexpr int kShared = static_cast<int>(Tier::kShared);
+constexpr int kDisk = static_cast<int>(Tier::kDisk);
+constexpr uint32_t kSlots = 64;
+constexpr uint32_t kPoolSlots = 64;
+const std::vector<uint64_t> kLayerBytes{512, 192, 320};
+
+TierMask tiers(std::initializer_list<int> columns) {
+  TierMask result = 0;
+  for (const int column : columns) result |= mask(static_cast<Tier>(column));
+  return result;
+}
+
+// What a page of number `id` holds, everywhere.
+std::byte content(uint32_t id, uint64_t at) { return static_cast<std::byte>((id * 131 + at * 7 + at / 251) & 0xff); }
+
+Key key_of(uint32_t id) {
+  Key key;
+  key.length = 8;
+  std::memcpy(key.bytes.data(), &id, sizeof id);
+  return key;
+}
+
+// A page that was saved: its id in the index and its slot in each tier.
+struct Saved {
+  uint32_t id = 0;
+  PageId page = kNoPage;
+  std::array<uint32_t, kTiers> slots{kNoSlot, kNoSlot, kNoSlot, kNoSlot};
+};
+
+// A mover over three fake tiers and a lent pool. Stepped unless threads are asked for.
+struct World {
+  explicit World(MoverOptions given = stepped()) : options(given) {
+    index.add_slots(Tier::kHost, 0, kSlots);
+    index.add_slots(Tier::kShared, 0, kSlots);
+    index.add_slots(Tier::kDisk, 0, kSlots);
+    start();
+  }
+  ~World() {
+    mover.reset();
+    for (auto* medium : {&host, &shared, &disk}) CHECK(medium->violations() == "");
+    if (!index.poisoned()) CHECK(index.check() == "");
+    fault::clear();
+  }
+
+  static MoverOptions stepped() { return {.copy_threads = 0, .io_threads = 0, .queue_units = 64, .unit_bytes = 4096}; }
+  static MoverOptions threaded(uint32_t unit_bytes = 4096) {
+    return {.copy_threads = 1, .io_threads = 2, .queue_units = 64, .unit_bytes = unit_bytes};
+  }
+  void start() {
+    mover = std::make_unique<Mover>(options, shape, &index, std::array<Medium*, kTiers>{nullptr, &host, &shared, &disk});
+  }
+
+  std::shared_ptr<const PoolLayout> layout(bool writable = true) {
+    std::vector<StreamView> views;
+    for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+      StreamView view;
+      view.base = pool.data() + shape.layer_offset(layer);
+      view.slot_stride = static_cast<int64_t>(shape.page_bytes());
+      view.piece_bytes = shape.layer_bytes(layer);
+      view.outer_stride = view.inner_stride = static_cast<int64_t>(view.piece_bytes);
+      views.push_back(view);
+    }
+    return std::make_shared<const PoolLayout>(shape, 1, views, kPoolSlots, writable);
+  }
+  std::byte* pool_slot(uint32_t slot) { return pool.data() + slot * shape.page_bytes(); }
+  void fill(uint32_t slot, uint32_t id) {
+    for (uint64_t at = 0; at < shape.page_bytes(); ++at) pool_slot(slot)[at] = content(id, at);
+  }
+  bool holds(uint32_t slot, uint32_t id, uint64_t first = 0, uint64_t end = UINT64_MAX) {
+    for (uint64_t at = first; at < std::min(end, shape.page_bytes()); ++at) {
+      if (pool_slot(slot)[at] != content(id, at)) return false;
+    }
+    return true;
+  }
+  void paint(std::byte with) { std::fill(pool.begin(), pool.end(), with); }
+  bool is_painted(std::byte with) const {
+    return std::all_of(pool.begin(), pool.end(), [&](std::byte b) { return b == with; });
+  }
+
+  // Claims pages first .. first+count-1 in `sinks` and fills pool slots from pool_first on with them: a save ready to be submitted.
+  TransferSpec save_spec(uint32_t first, uint32_t count, TierMask sinks, std::vector<Saved>* saved, uint32_t pool_first = 0) {
+    std::vector<Key> keys;
+    for (uint32_t i = 0; i < count; ++i) keys.push_back(key_of(first + i));
+    ClaimBatch claims;
+    index.claim_absent_keys(keys.data(), count, 1, ParentState::kUnknown, Key{}, sinks, &claims);
+    TransferSpec spec;
+    spec.pool = layout(false);
+    spec.work_class = WorkClass::kSave;
+    spec.unpin_pages = true;
+    for (uint32_t i = 0; i < count; ++i) {
+      fill(pool_first + i, first + i);
+      PageCopy copy;
+      Saved page{first + i, claims.pages[i], {}};
+      copy.page = claims.pages[i];
+      copy.roles[kPool] = Role::kSource;
+      copy.slots[kPool] = pool_first + i;
+      index.labels(&copy.page, 1, &copy.label);
+      page.slots.fill(kNoSlot);
+      for (int column = 1; column < kTiers; ++column) {
+        const auto c = static_cast<size_t>(column);
+        if (claims.outcomes[i * kTiers + c] != ClaimOutcome::kNew) continue;
+        copy.roles[c] = Role::kSink;
+        page.slots[c] = copy.slots[c] = claims.slots[i * kTiers + c];
+        copy.numbers[c] = claims.numbers[i * kTiers + c];
+        ++claimed;
+      }
+      spec.pages.push_back(copy);
+      if (saved != nullptr) saved->push_back(page);
+    }
+    return spec;
+  }
+
+  // Pins the pages and copies them from `source` to pool slots 0, 1, ...; those of `sinks` in which they are absent are claimed too.
+  TransferSpec load_spec(std::vector<Saved>& pages, int source, TierMask sinks = 0) {
+    std::vector<Key> keys;
+    for (const Saved& page : pages) keys.push_back(key_of(page.id));
+    TransferSpec spec;
+    spec.pool = layout();
+    const MatchResult match = index.match_keys_and_pin(keys.data(), static_cast<uint32_t>(keys.size()), 1, mask(static_cast<Tier>(source)));
+    REQUIRE(match.pages == pages.size());
+    spec.lease = match.lease;
+    ClaimBatch claims;
+    if (sinks != 0) {
+      index.claim_absent_keys(keys.data(), static_cast<uint32_t>(keys.size()), 1, ParentState::kUnknown, Key{}, sinks, &claims);
+      spec.unpin_pages = true;
+    }
+    for (uint32_t i = 0; i < pages.size(); ++i) {
+      PageCopy copy;
+      copy.page = pages[i].page;
+      index.labels(&copy.page, 1, &copy.label);
+      copy.roles[kPool] = Role::kSink;
+      copy.slots[kPool] = i;
+      copy.roles[static_cast<size_t>(source)] = Role::kSource;
+      copy.slots[static_cast<size_t>(source)] = pages[i].slots[static_cast<size_t>(source)];
+      for (size_t c = 1; sinks != 0 && c < kTiers; ++c) {
+        if (claims.outcomes[i * kTiers + c] != ClaimOutcome::kNew) continue;
+        copy.roles[c] = Role::kSink;
+        pages[i].slots[c] = copy.slots[c] = claims.slots[i * kTiers + c];
+        copy.numbers[c] = claims.numbers[i * kTiers + c];
+        ++claimed;
+      }
+      spec.pages.push_back(copy);
+    }
+    return spec;
+  }
+
+  std::shared_ptr<Transfer> submit(TransferSpec spec, std::shared_ptr<Inbox> inbox = nullptr) {
+    std::shared_ptr<Transfer> transfer;
+    REQUIRE(mover->submit(std::move(spec), std::move(inbox), &transfer) == Status::kOk);
+    return transfer;
+  }
+  int run() {
+    int steps = 0;
+    while (mover->step(0) || mover->step(1)) ++steps;
+    return steps;
+  }
+  std::shared_ptr<Transfer> finish(const std::shared_ptr<Transfer>& transfer) {
+    if (options.copy_threads == 0) {
+      run();
+    } else {
+      REQUIRE(transfer->wait(60));
+    }
+    REQUIRE(transfer->done());
+    return transfer;
+  }
+  std::vector<Saved> save(uint32_t first, uint32_t count, TierMask sinks) {
+    std::vector<Saved> saved;
+    const auto transfer = finish(submit(save_spec(first, count, sinks, &saved)));
+    REQUIRE(all(transfer, Status::kOk));
+    return saved;
+  }
+  static bool all(const std::shared_ptr<Transfer>& transfer, Status status) {
+    const auto statuses = transfer->page_status();
+    return std::all_of(statuses.begin(), statuses.end(), [&](Status s) { return s == status; });
+  }
+  Residency residency(uint32_t id, int tier) const { return index.state(key_of(id), 1)[static_cast<size_t>(tier)]; }
+
+  // Nothing is under way and everything that was granted has come back once.
+  void check_settled() {
+    for (const Tier tier : {Tier::kHost, Tier::kShared, Tier::kDisk}) {
+      const TierCounts counts = index.counts(tier);
+      CHECK(counts.arriving == 0);
+      CHECK(counts.leaving == 0);
+      CHECK(counts.pinned == 0);
+    }
+    CHECK(index.leases() == 0);
+    if (mover == nullptr) return;
+    const MoverStats stats = mover->stats();
+    CHECK(stats.commits + stats.aborts == claimed);
+    CHECK(stats.queued_copy + stats.queued_io == 0);
+  }
+
+  MoverOptions options;
+  PageShape shape{kLayerBytes, {}};
+  FakeMedium host{shape, kSlots, false}, shared{shape, kSlots, false}, disk{shape, kSlots, true};
+  std::vector<std::byte> pool = std::vector<std::byte>(kPoolSlots * shape.page_bytes());
+  Index index{16};
+  std::unique_ptr<Mover> mover;
+  uint64_t claimed = 0;
+};
+
+}  // namespace
+
+// ---- the whole way ---------------------------------------------------------------------------------------------
+
+TEST_CASE("what was saved to any tier is loaded as it was, page by page and layer by layer") {
+  for (const MoverOptions& options : {World::stepped(), World::threaded(), World::threaded(1)}) {
+    for (const int tier : {kHost, kShared, kDisk}) {
+      for (const bool layer_order : {false, true}) {
+        World world(options);
+        auto saved = world.save(100, 20, tiers({tier}));
+        world.paint(std::byte{0xee});
+        TransferSpec spec = world.load_spec(saved, tier);
+        spec.layer_order = layer_order;
+        const auto transfer = world.finish(world.submit(std::move(spec)));
+        CHECK(World::all(transfer, Status::kOk));
+        CHECK(transfer->layers_done() == world.shape.layers());
+        CHECK(transfer->bytes_moved() == 20 * world.shape.page_bytes());
+        CHECK(transfer->landed() == std::vector<uint8_t>(20, 1 << kPool));
+        for (uint32_t i = 0; i < 20; ++i) CHECK(world.holds(i, 100 + i));
+        world.check_settled();
+      }
+    }
+  }
+}
+
+TEST_CASE("a save goes to every tier asked for and reads the pool once for the memory tiers") {
+  World world;
+  const auto saved = world.save(1, 5, tiers({kHost, kShared, kDisk}));
+  const MoverStats stats = world.mover->stats();
+  CHECK(stats.bytes_read[kPool] == 5 * world.shape.page_bytes());
+  for (const int tier : {kHost, kShared, kDisk}) CHECK(stats.bytes_written[static_cast<size_t>(tier)] == 5 * world.shape.page_bytes());
+  for (const Saved& page : saved) {
+    for (auto [medium, tier] : {std::pair{&world.host, kHost}, {&world.shared, kShared}, {&world.disk, kDisk}}) {
+      const std::byte* bytes = medium->bytes(page.slots[static_cast<size_t>(tier)]);
+      bool same = true;
+      for (uint64_t at = 0; at < world.shape.page_bytes(); ++at) same &= bytes[at] == content(page.id, at);
+      CHECK(same);
+      CHECK(world.residency(page.id, tier) == Residency::kResident);
+    }
+  }
+  world.check_settled();
+}
+
+TEST_CASE("the source of a save is released when its first stage is over, and disk follows from shared") {
+  World world;
+  const auto transfer = world.submit(world.save_spec(1, 3, tiers({kShared, kDisk}), nullptr));
+  CHECK(!transfer->source_released());
+  CHECK(!world.mover->step(1));
+  while (world.mover->step(0)) {
+  }
+  CHECK(transfer->source_released());
+  CHECK(!transfer->done());
+  CHECK(transfer->landed() == std::vector<uint8_t>(3, 1 << kShared));
+  CHECK(World::all(transfer, Status::kPending));
+  world.paint(std::byte{0});  // the pool is the caller's again
+  world.finish(transfer);
+  CHECK(World::all(transfer, Status::kOk));
+  CHECK(transfer->landed() == std::vector<uint8_t>(3, 1 << kShared | 1 << kDisk));
+  CHECK(world.mover->stats().bytes_read[kPool] == 3 * world.shape.page_bytes());
+  world.check_settled();
+}
+
+TEST_CASE("a disk failure after the shared commit shows shared landed and the failure as status") {
+  World world;
+  std::vector<Saved> saved;
+  const auto transfer = world.submit(world.save_spec(1, 3, tiers({kShared, kDisk}), &saved));
+  world.disk.finish_fails.arm(2, Status::kIOError);
+  world.finish(transfer);
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, Status::kIOError, Status::kOk});
+  CHECK(transfer->landed()[1] == 1 << kShared);
+  CHECK(world.residency(2, kShared) == Residency::kResident);
+  CHECK(world.residency(2, kDisk) == Residency::kAbsent);
+  CHECK(world.mover->stats().io_errors == 1);
+  world.check_settled();
+}
+
+TEST_CASE("the second stage of a save verifies what it reads and quarantines it where it is wrong") {
+  World world;
+  std::vector<Saved> saved;
+  const auto transfer = world.submit(world.save_spec(1, 2, tiers({kShared, kDisk}), &saved));
+  while (world.mover->step(0)) {
+  }
+  world.shared.corrupt(saved[0].slots[kShared], 600);
+  world.finish(transfer);
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kChecksum, Status::kOk});
+  CHECK(world.residency(1, kShared) == Residency::kQuarantined);
+  CHECK(world.residency(1, kDisk) == Residency::kAbsent);
+  CHECK(world.mover->stats().checksum_failures == 1);
+  world.check_settled();
+}
+
+TEST_CASE("a load from disk returns its pages to shared on the way, in both orders") {
+  for (const bool layer_order : {false, true}) {
+    World world;
+    auto saved = world.save(1, 6, tiers({kDisk}));
+    world.paint(std::byte{0xee});
+    const int reads = world.disk.reads;
+    TransferSpec spec = world.load_spec(saved, kDisk, tiers({kShared}));
+    spec.layer_order = layer_order;
+    const auto transfer = world.finish(world.submit(std::move(spec)));
+    CHECK(World::all(transfer, Status::kOk));
+    CHECK(world.disk.reads == reads + 6);  // slow media are read once
+    for (uint32_t i = 0; i < 6; ++i) {
+      CHECK(world.holds(i, 1 + i));
+      CHECK(world.residency(1 + i, kShared) == Residency::kResident);
+    }
+    world.check_settled();
+  }
+}
+
+TEST_CASE("a load whose shared sink fails still lands, in both orders") {
+  for (const bool layer_order : {false, true}) {
+    World world;
+    auto saved = world.save(1, 3, tiers({kDisk}));
+    world.paint(std::byte{0xee});
+    TransferSpec spec = world.load_spec(saved, kDisk, tiers({kShared}));
+    spec.layer_order = layer_order;
+    world.shared.finish_fails.arm(2, Status::kBusFault);
+    const auto transfer = world.finish(world.submit(std::move(spec)));
+    CHECK(World::all(transfer, Status::kOk));
+    for (uint32_t i = 0; i < 3; ++i) CHECK(world.holds(i, 1 + i));
+    CHECK(world.residency(2, kShared) == Residency::kAbsent);
+    CHECK(world.mover->stats().bus_faults == 1);
+    world.check_settled();
+  }
+}
+
+TEST_CASE("a layer-order load from a medium that reads into scratch lands every page") {
+  World world;
+  auto saved = world.save(1, 6, tiers({kShared}));
+  world.paint(std::byte{0xee});
+  world.shared.through_scratch = true;
+  TransferSpec spec = world.load_spec(saved, kShared);
+  spec.layer_order = true;
+  const auto transfer = world.finish(world.submit(std::move(spec)));
+  CHECK(World::all(transfer, Status::kOk));
+  for (uint32_t i = 0; i < 6; ++i) CHECK(world.holds(i, 1 + i));
+  world.check_settled();
+}
+
+TEST_CASE("layers_done counts only layers whose bytes are all in the pool") {
+  World world(World::threaded());
+  auto saved = world.save(1, 60, tiers({kShared}));
+  world.paint(std::byte{0xee});
+  TransferSpec spec = world.load_spec(saved, kShared);
+  spec.layer_order = true;
+  world.shared.yields = 1;
+  const auto transfer = world.submit(std::move(spec));
+  uint32_t seen = 0;
+  while (seen < world.shape.layers()) {
+    const uint32_t layers = transfer->layers_done();
+    REQUIRE(layers >= seen);
+    for (; seen < layers; ++seen) {
+      const uint64_t first = world.shape.layer_offset(seen);
+      for (uint32_t i = 0; i < 60; ++i) REQUIRE(world.holds(i, 1 + i, first, first + world.shape.layer_bytes(seen)));
+    }
+    std::this_thread::yield();
+  }
+  world.finish(transfer);
+  CHECK(transfer->layers_done() == world.shape.layers());
+  world.check_settled();
+}
+
+// ---- failures --------------------------------------------------------------------------------------------------
+
+TEST_CASE("a source with a wrong checksum fails alone, is quarantined, and commits nowhere") {
+  for (const bool layer_order : {false, true}) {
+    for (const int tier : {kShared, kDisk}) {
+      World world;
+      auto saved = world.save(1, 4, tiers({tier}));
+      FakeMedium& medium = tier == kShared ? world.shared : world.disk;
+      medium.corrupt(saved[2].slots[static_cast<size_t>(tier)], world.shape.layer_offset(1) + 3);
+      TransferSpec spec = world.load_spec(saved, tier, tiers({kHost}));
+      spec.layer_order = layer_order;
+      const auto transfer = world.finish(world.submit(std::move(spec)));
+      CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, Status::kOk, Status::kChecksum, Status::kOk});
+      CHECK(world.residency(3, tier) == Residency::kQuarantined);
+      CHECK(world.residency(3, kHost) == Residency::kAbsent);
+      CHECK(world.residency(4, kHost) == Residency::kResident);
+      CHECK(world.mover->stats().checksum_failures == 1);
+      CHECK(transfer->layers_done() == world.shape.layers());
+      world.check_settled();
+    }
+  }
+}
+
+TEST_CASE("a pinned source whose record names another page is damage") {
+  World world;
+  auto saved = world.save(1, 3, tiers({kDisk}));
+  world.disk.retire(saved[1].slots[kDisk]);
+  const auto transfer = world.finish(world.submit(world.load_spec(saved, kDisk)));
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, Status::kChecksum, Status::kOk});
+  CHECK(world.residency(2, kDisk) == Residency::kQuarantined);
+  world.check_settled();
+}
+
+TEST_CASE("a source that cannot be read fails its page and stays where it is") {
+  for (const Status status : {Status::kIOError, Status::kBusFault}) {
+    World world;
+    auto saved = world.save(1, 3, tiers({kDisk}));
+    world.disk.read_fails.arm(2, status);
+    const auto transfer = world.finish(world.submit(world.load_spec(saved, kDisk, tiers({kShared}))));
+    CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, status, Status::kOk});
+    CHECK(world.residency(2, kDisk) == Residency::kResident);
+    CHECK(world.residency(2, kShared) == Residency::kAbsent);
+    world.check_settled();
+  }
+}
+
+TEST_CASE("a sink that fails or is full aborts its claim only") {
+  for (const Status status : {Status::kIOError, Status::kFull, Status::kBusFault}) {
+    for (const bool at_begin : {true, false}) {
+      World world;
+      std::vector<Saved> saved;
+      TransferSpec spec = world.save_spec(1, 3, tiers({kHost, kShared}), &saved);
+      (at_begin ? world.shared.begin_fails : world.shared.finish_fails).arm(2, status);
+      const auto transfer = world.finish(world.submit(std::move(spec)));
+      CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, status, Status::kOk});
+      CHECK(transfer->landed()[1] == 1 << kHost);
+      CHECK(world.residency(2, kHost) == Residency::kResident);
+      CHECK(world.residency(2, kShared) == Residency::kAbsent);
+      CHECK(world.shared.holding() == 2);
+      world.check_settled();
+    }
+  }
+}
+
+TEST_CASE("a second memory sink is filled from the pool where the first one failed") {
+  World world;
+  std::vector<Saved> saved;
+  TransferSpec spec = world.save_spec(1, 1, tiers({kHost, kShared}), &saved);
+  world.host.finish_fails.arm(1, Status::kIOError);
+  const auto transfer = world.finish(world.submit(std::move(spec)));
+  CHECK(transfer->landed()[0] == 1 << kShared);
+  CHECK(transfer->page_status()[0] == Status::kIOError);
+  world.check_settled();
+}
+
+TEST_CASE("an exception in a worker decides every page, returns every claim and poisons") {
+  for (const char* point : {"mover.unit", "mover.before_copy", "mover.after_copy", "mover.after_commit"}) {
+    for (uint64_t nth = 1; nth <= 6; ++nth) {
+      World world;
+      const auto inbox = std::make_shared<Inbox>(8);
+      TransferSpec spec = world.save_spec(1, 3, tiers({kShared, kDisk}), nullptr);
+      spec.keep_alive = 77;
+      fault::arm(point, fault::Action::kErrno, nth, 5);
+      const auto transfer = world.finish(world.submit(std::move(spec), inbox));
+      const bool fired = fault::reached(point) >= nth;
+      fault::clear();
+      CHECK(world.mover->poisoned() == fired);
+      CHECK(world.index.poisoned() == fired);
+      for (const Status status : transfer->page_status()) CHECK((status == Status::kOk || status == Status::kPoisoned));
+      if (fired && std::string(point) != "mover.after_commit") CHECK(!World::all(transfer, Status::kOk));
+      std::vector<Completion> completions;
+      CHECK(inbox->poll(8, &completions) == 1);
+      CHECK(world.mover->retired().drain() == std::vector<uint64_t>{77});
+      const MoverStats stats = world.mover->stats();
+      CHECK(stats.commits + stats.aborts == world.claimed);
+      CHECK(world.index.counts(Tier::kShared).arriving + world.index.counts(Tier::kDisk).arriving == 0);
+      CHECK(world.shared.holding() == world.index.counts(Tier::kShared).resident);
+      CHECK(world.disk.holding() == world.index.counts(Tier::kDisk).resident);
+      if (fired) {
+        std::shared_ptr<Transfer> refused;
+        CHECK(world.mover->submit(TransferSpec{}, nullptr, &refused) == Status::kPoisoned);
+      }
+    }
+  }
+}
+
+TEST_CASE("a claim that has moved on before its commit is a failed sink, not a bug") {
+  World world;
+  std::vector<Saved> saved;
+  TransferSpec spec = world.save_spec(1, 2, tiers({kShared}), &saved);
+  spec.pages[0].numbers[kShared] += 1000;
+  const auto transfer = world.finish(world.submit(std::move(spec)));
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kStale, Status::kOk});
+  CHECK(!world.mover->poisoned());
+  // The claim that nobody named is still there.
+  CHECK(world.residency(1, kShared) == Residency::kArriving);
+}
+
+// ---- leaving ---------------------------------------------------------------------------------------------------
+
+namespace {
+
+// A demotion of up to n pages from `from`, claimed as victims, to `to`.
+TransferSpec demote_spec(World& world, const std::vector<Saved>& saved, int from, int to) {
+  std::vector<Victim> victims;
+  world.index.claim_victims(static_cast<Tier>(from), static_cast<uint32_t>(saved.size()), kNoSlot, &victims);
+  REQUIRE(victims.size() == saved.size());
+  TransferSpec spec;
+  spec.source_leaving = true;
+  spec.unpin_pages = true;
+  spec.work_class = WorkClass::kDemote;
+  for (const Saved& page : saved) {
+    const auto victim = std::find_if(victims.begin(), victims.end(), [&](const Victim& v) { return v.page == page.page; });
+    REQUIRE(victim != victims.end());
+    const Key key = key_of(page.id);
+    ClaimBatch claims;
+    world.index.claim_absent_keys(&key, 1, 1, ParentState::kUnknown, Key{}, mask(static_cast<Tier>(to)), &claims);
+    REQUIRE(claims.outcomes[static_cast<size_t>(to)] == ClaimOutcome::kNew);
+    ++world.claimed;
+    PageCopy copy;
+    copy.page = page.page;
+    world.index.labels(&copy.page, 1, &copy.label);
+    copy.roles[static_cast<size_t>(from)] = Role::kSource;
+    copy.slots[static_cast<size_t>(from)] = victim->slot;
+    copy.numbers[static_cast<size_t>(from)] = victim->number;
+    copy.roles[static_cast<size_t>(to)] = Role::kSink;
+    copy.slots[static_cast<size_t>(to)] = claims.slots[static_cast<size_t>(to)];
+    copy.numbers[static_cast<size_t>(to)] = claims.numbers[static_cast<size_t>(to)];
+    spec.pages.push_back(copy);
+  }
+  return spec;
+}
+
+}  // namespace
+
+TEST_CASE("a demoted page leaves its source record freed and its slot free, a failed one is kept") {
+  World world;
+  const auto saved = world.save(1, 3, tiers({kShared}));
+  TransferSpec spec = demote_spec(world, saved, kShared, kDisk);
+  world.disk.finish_fails.arm(2, Status::kIOError);
+  const auto transfer = world.finish(world.submit(std::move(spec)));
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, Status::kIOError, Status::kOk});
+  CHECK(world.residency(1, kShared) == Residency::kAbsent);
+  CHECK(world.residency(2, kShared) == Residency::kResident);
+  CHECK(world.residency(1, kDisk) == Residency::kResident);
+  CHECK(world.shared.holding() == 1);
+  CHECK(world.index.counts(Tier::kShared).free == kSlots - 1);
+  world.check_settled();
+}
+
+TEST_CASE("a cancelled demotion keeps its sources") {
+  World world;
+  const auto saved = world.save(1, 3, tiers({kShared}));
+  const auto transfer = world.submit(demote_spec(world, saved, kShared, kDisk));
+  transfer->cancel();
+  world.finish(transfer);
+  CHECK(World::all(transfer, Status::kCancelled));
+  CHECK(world.index.counts(Tier::kShared).resident == 3);
+  CHECK(world.shared.retires == 0);
+  world.check_settled();
+}
+
+TEST_CASE("a damaged page that leaves is quarantined, not freed") {
+  World world;
+  const auto saved = world.save(1, 2, tiers({kShared}));
+  world.shared.corrupt(saved[0].slots[kShared], 0);
+  const auto transfer = world.finish(world.submit(demote_spec(world, saved, kShared, kDisk)));
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kChecksum, Status::kOk});
+  CHECK(world.residency(1, kShared) == Residency::kQuarantined);
+  world.check_settled();
+}
+
+// ---- cancel, gate, handles -------------------------------------------------------------------------------------
+
+TEST_CASE("a transfer cancelled before it runs copies nothing and returns everything") {
+  World world;
+  const auto inbox = std::make_shared<Inbox>(4);
+  TransferSpec spec = world.save_spec(1, 4, tiers({kHost, kShared, kDisk}), nullptr);
+  spec.tag = 9;
+  const auto transfer = world.submit(std::move(spec), inbox);
+  transfer->cancel();
+  world.finish(transfer);
+  CHECK(World::all(transfer, Status::kCancelled));
+  CHECK(transfer->bytes_moved() == 0);
+  CHECK(world.index.counts(Tier::kShared).free == kSlots);
+  std::vector<Completion> completions;
+  CHECK(inbox->poll(4, &completions) == 1);
+  CHECK(completions[0].tag == 9);
+  CHECK(completions[0].pages == 4);
+  CHECK(completions[0].ok_pages == 0);
+  CHECK(completions[0].status == Status::kCancelled);
+  world.check_settled();
+}
+
+TEST_CASE("cancelling a running transfer lets the page under way finish and stops the rest") {
+  World world(World::threaded(1 << 20));
+  auto saved = world.save(1, 4, tiers({kDisk}));
+  world.disk.before_read.hold();
+  const auto transfer = world.submit(world.load_spec(saved, kDisk));
+  REQUIRE(world.disk.before_read.wait_standing());
+  transfer->cancel();
+  CHECK(!transfer->done());
+  world.disk.before_read.release();
+  world.finish(transfer);
+  CHECK(transfer->page_status() ==
+        std::vector<Status>{Status::kOk, Status::kCancelled, Status::kCancelled, Status::kCancelled});
+  world.check_settled();
+}
+
+TEST_CASE("a buffer repainted after close_gate stays painted although a stalled read completes later") {
+  World world(World::threaded(1 << 20));
+  auto saved = world.save(1, 3, tiers({kDisk}));
+  world.disk.before_read.hold();
+  const auto transfer = world.submit(world.load_spec(saved, kDisk, tiers({kShared})));
+  REQUIRE(world.disk.before_read.wait_standing());
+  transfer->close_gate();
+  CHECK(World::all(transfer, Status::kDeadline));  // at once, with the read still under way
+  CHECK(transfer->source_released());
+  CHECK(!transfer->done());
+  world.paint(std::byte{0x5a});
+  world.disk.before_read.release();
+  world.finish(transfer);
+  CHECK(world.is_painted(std::byte{0x5a}));
+  CHECK(World::all(transfer, Status::kDeadline));  // later results do not change them
+  // The rest of the transfer went on without the pool.
+  CHECK(transfer->landed() == std::vector<uint8_t>(3, 1 << kShared));
+  CHECK(world.index.counts(Tier::kShared).resident == 3);
+  CHECK(transfer->layers_done() == 0);
+  world.check_settled();
+}
+
+TEST_CASE("close_gate leaves landed pages as they are and tells the others at once") {
+  World world({.copy_threads = 0, .io_threads = 0, .queue_units = 64, .unit_bytes = 1});
+  auto saved = world.save(1, 3, tiers({kShared}));
+  const auto transfer = world.submit(world.load_spec(saved, kShared));
+  REQUIRE(world.mover->step(0));
+  transfer->close_gate();
+  const std::vector<Status> expected{Status::kOk, Status::kDeadline, Status::kDeadline};
+  CHECK(transfer->page_status() == expected);
+  world.paint(std::byte{0x5a});
+  world.finish(transfer);
+  CHECK(transfer->page_status() == expected);
+  CHECK(world.is_painted(std::byte{0x5a}));
+  world.check_settled();
+}
+
+TEST_CASE("a save whose gate is closed aborts what was not gathered and goes on with what was") {
+  World world({.copy_threads = 0, .io_threads = 0, .queue_units = 64, .unit_bytes = 1});
+  const auto transfer = world.submit(world.save_spec(1, 3, tiers({kShared, kDisk}), nullptr));
+  REQUIRE(world.mover->step(0));
+  transfer->close_gate();
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kPending, Status::kDeadline, Status::kDeadline});
+  world.finish(transfer);
+  CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, Status::kDeadline, Status::kDeadline});
+  CHECK(world.index.counts(Tier::kDisk).resident == 1);
+  world.check_settled();
+}
+
+TEST_CASE("closing the gate of layer-order loads at any moment leaves no late byte") {
+  World world(World::threaded());
+  auto saved = world.save(1, 40, tiers({kShared}));
+  for (int round = 0; round < 50; ++round) {
+    TransferSpec spec = world.load_spec(saved, kShared);
+    spec.layer_order = true;
+    const auto transfer = world.submit(std::move(spec));
+    for (int i = 0; i < round; ++i) std::this_thread::yield();
+    transfer->close_gate();
+    world.paint(std::byte{0x5a});
+    const auto told = transfer->page_status();
+    world.finish(transfer);
+    CHECK(world.is_painted(std::byte{0x5a}));
+    CHECK(transfer->page_status() == told);
+    for (const Status status : told) CHECK((status == Status::kOk || status == Status::kDeadline));
+  }
+  world.check_settled();
+}
+
+TEST_CASE("a closed gate waits for those inside and lets nobody in") {
+  Gate gate;
+  REQUIRE(gate.enter());
+  std::atomic<bool> closed{false};
+  std::jthread closer([&] {
+    gate.close();
+    closed = true;
+  });
+  while (gate.enter()) gate.leave();  // until the closer has been there
+  CHECK(!closed);
+  gate.leave();
+  closer.join();
+  CHECK(closed);
+  CHECK(!gate.enter());
+  gate.close();  // again is nothing
+}
+
+TEST_CASE("a dropped handle detaches: everything that follows still happens") {
+  World world;
+  const auto inbox = std::make_shared<Inbox>(4);
+  TransferSpec spec = world.save_spec(1, 4, tiers({kShared, kDisk}), nullptr);
+  spec.keep_alive = 5;
+  world.submit(std::move(spec), inbox).reset();
+  world.run();
+  CHECK(world.index.counts(Tier::kDisk).resident == 4);
+  std::vector<Completion> completions;
+  CHECK(inbox->poll(4, &completions) == 1);
+  CHECK(completions[0].ok_pages == 4);
+  CHECK(world.mover->retired().drain() == std::vector<uint64_t>{5});
+  world.check_settled();
+}
+
+TEST_CASE("a mover destroyed with work queued decides it all") {
+  for (const bool threads : {false, true}) {
+    World world(threads ? World::threaded(1) : World::stepped());
+    auto saved = world.save(50, 4, tiers({kDisk}));
+    const auto inbox = std::make_shared<Inbox>(16);
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (uint32_t i = 0; i < 6; ++i) transfers.push_back(world.submit(world.save_spec(1 + 4 * i, 4, tiers({kShared, kDisk}), nullptr, 4 + 4 * i), inbox));
+    transfers.push_back(world.submit(world.load_spec(saved, kDisk, tiers({kHost})), inbox));
+    world.mover.reset();
+    for (const auto& transfer : transfers) {
+      CHECK(transfer->done());
+      CHECK(transfer->wait(-1));
+      for (const Status status : transfer->page_status()) CHECK((status == Status::kOk || status == Status::kCancelled));
+    }
+    std::vector<Completion> completions;
+    CHECK(inbox->poll(16, &completions) == transfers.size());
+    world.check_settled();
+  }
+}
+
+TEST_CASE("drain finishes what is queued and then refuses") {
+  for (const bool threads : {false, true}) {
+    World world(threads ? World::threaded() : World::stepped());
+    const auto transfer = world.submit(world.save_spec(1, 8, tiers({kShared, kDisk}), nullptr));
+    CHECK(world.mover->drain(-1, false));
+    CHECK(World::all(transfer, Status::kOk));
+    const auto second = world.submit(world.save_spec(20, 8, tiers({kShared}), nullptr));
+    CHECK(world.mover->drain(60, true));
+    CHECK(World::all(second, Status::kOk));
+    std::shared_ptr<Transfer> refused;
+    CHECK(world.mover->submit(TransferSpec{}, nullptr, &refused) == Status::kClosed);
+    world.check_settled();
+  }
+}
+
+TEST_CASE("drain without time cancels what has not started") {
+  World world;
+  const auto transfer = world.submit(world.save_spec(1, 8, tiers({kShared, kDisk}), nullptr));
+  CHECK(!world.mover->drain(0, false));
+  CHECK(World::all(transfer, Status::kCancelled));
+  CHECK(World::all(world.finish(world.submit(world.save_spec(20, 2, tiers({kShared}), nullptr))), Status::kOk));
+  world.check_settled();
+}
+
+// ---- room ------------------------------------------------------------------------------------------------------
+
+TEST_CASE("a full inbox refuses and consumes nothing, until it is polled") {
+  World world;
+  const auto inbox = std::make_shared<Inbox>(1);
+  auto saved = world.save(1, 2, tiers({kShared}));
+  const auto first = world.submit(world.load_spec(saved, kShared), inbox);
+  TransferSpec spec = world.load_spec(saved, kShared, tiers({kHost}));
+  spec.keep_alive = 3;
+  std::shared_ptr<Transfer> second;
+  CHECK(world.mover->submit(spec, inbox, &second) == Status::kQueueFull);
+  CHECK(second == nullptr);
+  world.finish(first);
+  CHECK(world.mover->submit(spec, inbox, &second) == Status::kQueueFull);  // done, but not told yet
+  CHECK(world.index.counts(Tier::kHost).arriving == 2);
+  CHECK(world.mover->retired().drain().empty());
+  std::vector<Completion> completions;
+  CHECK(inbox->poll(1, &completions) == 1);
+  CHECK(world.mover->submit(spec, inbox, &second) == Status::kOk);
+  world.finish(second);
+  CHECK(world.mover->retired().drain() == std::vector<uint64_t>{3});
+  world.check_settled();
+}
+
+TEST_CASE("a full queue refuses and consumes nothing, and room for every stage is taken at once") {
+  World world({.copy_threads = 0, .io_threads = 0, .queue_units = 2, .unit_bytes = 1 << 20});
+  const auto inbox = std::make_shared<Inbox>(8);
+  const auto first = world.submit(world.save_spec(1, 2, tiers({kShared, kDisk}), nullptr), inbox);
+  const auto second = world.submit(world.save_spec(3, 2, tiers({kShared, kDisk}), nullptr), inbox);
+  TransferSpec spec = world.save_spec(5, 2, tiers({kDisk}), nullptr);  // needs only the io queue, in which nothing stands yet
+  std::shared_ptr<Transfer> third;
+  CHECK(world.mover->submit(spec, inbox, &third) == Status::kQueueFull);
+  CHECK(world.index.counts(Tier::kDisk).arriving == 6);
+  while (world.mover->step(0)) {
+  }
+  CHECK(world.mover->submit(spec, inbox, &third) == Status::kQueueFull);
+  REQUIRE(world.mover->step(1));
+  CHECK(world.mover->submit(spec, inbox, &third) == Status::kOk);
+  world.finish(third);
+  for (uint32_t i = 1; i <= 6; ++i) CHECK(world.residency(i, kDisk) == Residency::kResident);
+  std::vector<Completion> completions;
+  CHECK(inbox->poll(8, &completions) == 3);
+  world.check_settled();
+}
+
+TEST_CASE("a transfer of more units than a queue holds is cut into larger ones") {
+  World world({.copy_threads = 0, .io_threads = 0, .queue_units = 4, .unit_bytes = 1});
+  const auto saved = world.save(1, 60, tiers({kShared, kDisk}));
+  CHECK(saved.size() == 60);
+  world.check_settled();
+}
+
+TEST_CASE("loads go first and a demotion is not starved by them") {
+  World world({.copy_threads = 0, .io_threads = 0, .queue_units = 64, .unit_bytes = 1 << 20});
+  auto pages = world.save(1, 1, tiers({kShared}));
+  const auto leaving = world.save(2, 1, tiers({kShared}));
+  auto pinned = world.load_spec(pages, kShared);
+  const auto first_load = world.submit(std::move(pinned));
+  const auto demotion = world.submit(demote_spec(world, leaving, kShared, kHost));
+  std::vector<std::shared_ptr<Transfer>> loads{first_load};
+  for (int i = 0; i < 20; ++i) loads.push_back(world.submit(world.load_spec(pages, kShared)));
+  for (int i = 0; i < 8; ++i) REQUIRE(world.mover->step(0));
+  CHECK(demotion->done());
+  CHECK(std::count_if(loads.begin(), loads.end(), [](const auto& load) { return load->done(); }) == 7);
+  world.run();
+  world.check_settled();
+}
+
+TEST_CASE("what makes no sense is refused before anything starts") {
+  World world;
+  auto saved = world.save(1, 1, tiers({kShared}));
+  const TransferSpec good = world.load_spec(saved, kShared);
+  std::shared_ptr<Transfer> transfer;
+  const auto refuses = [&](auto change) {
+    TransferSpec spec = good;
+    change(spec);
+    return world.mover->submit(std::move(spec), nullptr, &transfer) == Status::kInvalid;
+  };
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].page = kNoPage; }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kPool] = Role::kUnused; }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kShared] = Role::kUnused; }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kHost] = Role::kSource; }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kHost] = static_cast<Role>(9); }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].slots[kPool] = kPoolSlots; }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pool = nullptr; }));
+  CHECK(refuses([&](TransferSpec& spec) { spec.pool = world.layout(false); }));
+  CHECK(refuses([](TransferSpec& spec) { spec.work_class = static_cast<WorkClass>(3); }));
+  CHECK(world.mover->submit(good, nullptr, &transfer) == Status::kOk);
+  world.finish(transfer);
+  world.check_settled();
+}
+
+TEST_CASE("a mover without a tier refuses its column, and half a stepped mover is no mover") {
+  World world;
+  auto saved = world.save(1, 1, tiers({kShared}));
+  TransferSpec spec = world.load_spec(saved, kShared);
+  Mover bare(World::stepped(), world.shape, &world.index, {});
+  std::shared_ptr<Transfer> transfer;
+  CHECK(bare.submit(spec, nullptr, &transfer) == Status::kInvalid);
+  CHECK_THROWS_AS(Mover({.copy_threads = 1, .io_threads = 0}, world.shape, &world.index, {}), std::invalid_argument);
+  CHECK_THROWS_AS(Mover({.copy_threads = 0, .io_threads = 0, .queue_units = 0}, world.shape, &world.index, {}), std::invalid_argument);
+  world.index.release(spec.lease);
+}
+
+TEST_CASE("a transfer of no pages is done at once, with its completion") {
+  World world;
+  const auto inbox = std::make_shared<Inbox>(1);
+  TransferSpec spec;
+  spec.tag = 4;
+  spec.keep_alive = 6;
+  const auto transfer = world.submit(std::move(spec), inbox);
+  CHECK(transfer->done());
+  CHECK(transfer->source_released());
+  std::vector<Completion> completions;
+  CHECK(inbox->poll(1, &completions) == 1);
+  CHECK(completions[0].tag == 4);
+  CHECK(world.mover->retired().drain() == std::vector<uint64_t>{6});
+}
+
+// ---- inbox -----------------------------------------------------------------------------------------------------
+
+TEST_CASE("an inbox's descriptor is readable exactly while completions wait") {
+  Inbox inbox(3);
+  const auto readable = [&] {
+    pollfd entry{inbox.fileno(), POLLIN, 0};
+    return ::poll(&entry, 1, 0) == 1;
+  };
+  std::vector<Completion> completions;
+  CHECK(!readable());
+  for (uint64_t tag = 1; tag <= 3; ++tag) {
+    REQUIRE(inbox.try_reserve());
+    inbox.push({tag, 1, 1, Status::kOk});
+  }
+  CHECK(!inbox.try_reserve());
+  CHECK(readable());
+  CHECK(inbox.poll(2, &completions) == 2);
+  CHECK(readable());
+  CHECK(inbox.poll(2, &completions) == 1);
+  CHECK(!readable());
+  CHECK(inbox.poll(2, &completions) == 0);
+  CHECK(completions[2].tag == 3);
+  REQUIRE(inbox.try_reserve());
+  inbox.close();
+  inbox.push({9, 1, 1, Status::kOk});
+  CHECK(inbox.poll(2, &completions) == 0);
+  CHECK(!readable());
+  CHECK(!inbox.try_reserve());
+}
+
+TEST_CASE("a transfer whose inbox was closed ends all the same, and a closed one is refused") {
+  World world;
+  const auto inbox = std::make_shared<Inbox>(2);
+  const auto transfer = world.submit(world.save_spec(1, 2, tiers({kShared}), nullptr), inbox);
+  inbox->close();
+  world.finish(transfer);
+  CHECK(World::all(transfer, Status::kOk));
+  std::shared_ptr<Transfer> refused;
+  CHECK(world.mover->submit(TransferSpec{}, inbox, &refused) == Status::kClosed);
+}
+
+// ---- threads ---------------------------------------------------------------------------------------------------
+
+TEST_CASE("a forked child refuses, and its mover goes without a join") {
+  World world(World::threaded());
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::shared_ptr<Transfer> transfer;
+    const bool refused = world.mover->submit(TransferSpec{}, nullptr, &transfer) == Status::kClosed;
+    const bool drained = world.mover->drain(-1, true);
+    world.mover.reset();
+    ::_exit(refused && drained ? 0 : 1);
+  }
+  REQUIRE(child > 0);
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+  world.save(1, 2, tiers({kShared}));
+}
+
+TEST_CASE("eight threads of small transfers: every claim is decided once, every completion told once") {
+  constexpr int kThreads = 8;
+  constexpr uint32_t kRounds = 125;
+  World world({.copy_threads = 2, .io_threads = 2, .queue_units = 16, .unit_bytes = 1024});
+  world.host.yields = world.shared.yields = world.disk.yields = 1;
+  std::atomic<uint64_t> claimed{0}, submitted{0}, refused{0};
+  std::vector<std::jthread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      const auto inbox = std::make_shared<Inbox>(4);
+      uint64_t mine = 0, told = 0;
+      std::vector<Completion> completions;
+      const auto id = static_cast<uint32_t>(t);
+      const Key keys[2] = {key_of(2 * id), key_of(2 * id + 1)};
+      std::vector<std::byte> memory(2 * world.shape.page_bytes());
+      std::vector<StreamView> views;
+      for (uint32_t layer = 0; layer < world.shape.layers(); ++layer) {
+        StreamView view;
+        view.base = memory.data() + world.shape.layer_offset(layer);
+        view.slot_stride = static_cast<int64_t>(world.shape.page_bytes());
+        view.piece_bytes = world.shape.layer_bytes(layer);
+        views.push_back(view);
+      }
+      const auto pool = std::make_shared<const PoolLayout>(world.shape, 1, views, 2, true);
+      for (uint32_t round = 0; round < kRounds; ++round) {
+        // Save two pages to shared and disk (the second time on they are there), then evict and load again: all kinds of work at once.
+        ClaimBatch claims;
+        world.index.claim_absent_keys(keys, 2, 1, ParentState::kUnknown, Key{}, tiers({kShared, kDisk}), &claims);
+        TransferSpec spec;
+        spec.pool = pool;
+        spec.unpin_pages = true;
+        spec.work_class = WorkClass::kSave;
+        for (uint32_t i = 0; i < 2; ++i) {
+          PageCopy copy;
+          copy.page = claims.pages[i];
+          copy.roles[kPool] = Role::kSource;
+          copy.slots[kPool] = i;
+          for (const size_t c : {static_cast<size_t>(kShared), static_cast<size_t>(kDisk)}) {
+            if (claims.outcomes[i * kTiers + c] != ClaimOutcome::kNew) continue;
+            copy.roles[c] = Role::kSink;
+            copy.slots[c] = claims.slots[i * kTiers + c];
+            copy.numbers[c] = claims.numbers[i * kTiers + c];
+            ++claimed;
+          }
+          if (copy.roles[kShared] == Role::kUnused && copy.roles[kDisk] == Role::kUnused) continue;
+          world.index.labels(&copy.page, 1, &copy.label);
+          spec.pages.push_back(copy);
+        }
+        std::shared_ptr<Transfer> transfer;
+        while (world.mover->submit(spec, inbox, &transfer) == Status::kQueueFull) {
+          ++refused;
+          told += inbox->poll(4, &completions);
+          std::this_thread::yield();
+        }
+        ++mine;
+        if (round % 5 == 0) transfer->cancel();
+        if (round % 7 == 0) transfer->close_gate();
+        if (round % 3 != 0) CHECK(transfer->wait(60));
+        transfer.reset();
+        // Demote whatever may leave shared, dropping it: the next round saves anew.
+        std::vector<Victim> victims;
+        world.index.claim_victims(Tier::kShared, 1, kNoSlot, &victims);
+        for (const Victim& victim : victims) {
+          TransferSpec leaving;
+          PageCopy copy;
+          copy.page = victim.page;
+          world.index.labels(&copy.page, 1, &copy.label);
+          ClaimBatch claim;
+          world.index.claim_absent_keys(&copy.label.key, 1, 1, ParentState::kUnknown, Key{}, tiers({kHost}), &claim);
+          if (claim.outcomes[kHost] != ClaimOutcome::kNew) {
+            if (world.index.finish(victim.page, Tier::kShared, victim.number) == Status::kOk) {
+              world.shared.retire(victim.slot);
+              world.index.free_slots(Tier::kShared, &victim.slot, 1);
+            }
+            continue;
+          }
+          ++claimed;
+          copy.roles[kShared] = Role::kSource;
+          copy.slots[kShared] = victim.slot;
+          copy.numbers[kShared] = victim.number;
+          copy.roles[kHost] = Role::kSink;
+          copy.slots[kHost] = claim.slots[kHost];
+          copy.numbers[kHost] = claim.numbers[kHost];
+          leaving.pages.push_back(copy);
+          leaving.source_leaving = true;
+          leaving.unpin_pages = true;
+          leaving.work_class = WorkClass::kDemote;
+          while (world.mover->submit(leaving, inbox, &transfer) == Status::kQueueFull) {
+            ++refused;
+            told += inbox->poll(4, &completions);
+            std::this_thread::yield();
+          }
+          ++mine;
+          CHECK(transfer->wait(60));
+        }
+        // Host gives its pages up, so that demotions go on.
+        victims.clear();
+        world.index.claim_victims(Tier::kHost, 1, kNoSlot, &victims);
+        for (const Victim& victim : victims) {
+          if (world.index.finish(victim.page, Tier::kHost, victim.number) != Status::kOk) continue;
+          world.host.retire(victim.slot);
+          world.index.free_slots(Tier::kHost, &victim.slot, 1);
+        }
+      }
+      while (told < mine) {
+        told += inbox->poll(4, &completions);
+        std::this_thread::yield();
+      }
+      CHECK(completions.size() == mine);
+      submitted += mine;
+    });
+  }
+  threads.clear();
+  CHECK(world.mover->drain(60, false));
+  world.claimed = claimed;
+  CHECK(world.mover->stats().transfers == submitted);
+  CHECK(world.mover->stats().checksum_failures == 0);
+  CHECK(!world.mover->poisoned());
+  world.check_settled();
+}
+
+}  // namespace stepwell
