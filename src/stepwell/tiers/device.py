@@ -54,6 +54,7 @@ from stepwell.errors import (
     StepwellUsageError,
     StoreClosedError,
 )
+from stepwell.geometry import PageGeometry
 
 Arrays = tuple[jax.Array, ...]
 Rows = npt.NDArray[np.uint8]
@@ -68,23 +69,6 @@ _DTYPE_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _NARROW_STORAGE: dict[int, np.dtype[np.generic]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 # JAX aliases host memory that is aligned to this, and copies it once more where it is not.
 _HOST_ALIGNMENT = 64
-
-
-class UniformGeometry(Protocol):
-    """Say what a page is, for a pool whose layers are all alike."""
-
-    @property
-    def layers(self) -> int: ...  # noqa: D102
-    @property
-    def kv_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def page_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def streams(self) -> int: ...  # noqa: D102
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
 
 
 class Readiness(Protocol):
@@ -366,7 +350,7 @@ class DevicePool:
 
     def __init__(
         self,
-        geometry: UniformGeometry,
+        geometry: PageGeometry,
         pages: int,
         *,
         arrays: Sequence[jax.Array] | None = None,
@@ -379,7 +363,7 @@ class DevicePool:
         """Allocate the arrays, or take the engine's.
 
         Args:
-            geometry: what a page is.
+            geometry: what a page is; its layers must be alike, to lie in one array a stream.
             pages: slots an index may use; the arrays have one more.
             arrays: the engine's own, one a stream; zeros where None.
             sharding: of one stream's array, slots undivided; the first device where None.
@@ -394,6 +378,12 @@ class DevicePool:
             raise StepwellUsageError(
                 f"need pages >= 1 and ascending buckets >= 1, got {pages} and {tuple(buckets)}"
             )
+        if geometry.is_opaque or len(set(geometry.head_dims)) != 1:
+            raise GeometryError(
+                "a managed device pool needs layers that are all alike, this geometry has "
+                f"{'opaque pages' if geometry.is_opaque else geometry.head_dims}"
+            )
+        kv_heads, head_dim = geometry.head_dims[0]
         self.pages = pages
         self.layers = geometry.layers
         self.streams = geometry.streams
@@ -402,10 +392,10 @@ class DevicePool:
         platform = _platform(self.sharding)
         self.logical_dtype = logical_dtype(geometry.dtype)
         self.storage_dtype = storage_dtype(self.logical_dtype, platform=platform)
-        stream_shape = (geometry.page_tokens, geometry.kv_heads, geometry.head_dim)
+        stream_shape = (geometry.page_tokens, kv_heads, head_dim)
         self.array_shape = (self.layers, pages + 1, *stream_shape)
         self._row_shape = (self.layers, self.streams, *stream_shape)
-        self.page_bytes = int(np.prod(self._row_shape)) * self.storage_dtype.itemsize
+        self.page_bytes = geometry.page_bytes
         fitting = tuple(b for b in buckets if b * self.page_bytes <= max_step_bytes)
         self.buckets = fitting or (buckets[0],)
         self._max_step_bytes = max_step_bytes
