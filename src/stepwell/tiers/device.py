@@ -1,0 +1,909 @@
+"""Hold the device tier's arrays: a pool with one owner, changed only inside steps.
+
+The pool is a linear value. The engine's step donates it, so a store that reads it in the background
+breaks (JAX 0.10.2: 137 of 142 gathers raised), and a stale handle does not always raise in JAX (not
+without donation, not while a numpy view lives): it reads old bytes. Hence nothing here touches the
+arrays except between entry and exit of a step, on the owner's thread, and each handle carries a
+version of our own that is checked at each use.
+
+    OPEN --step()--> STEPPING --exit, arrays exchanged--> OPEN
+                     STEPPING --the block raised, or left arrays deleted or misshapen--> RESET
+    RESET --renew()--> OPEN     (a generation later: work queued for the lost pool is failed)
+    OPEN, RESET --close()--> CLOSED
+
+Work is queued as tickets, from any thread, and dispatched in that order at the entry of the next
+step or in drain():
+
+    scatter   host rows -> padded copy of our own -> device -> slots    rows are free on return
+    gather    slots -> arrays of our own, never donated -> host      slots are free once dispatched
+
+The copy of host rows is needed: on CPU jit and device_put alias 64-byte-aligned numpy memory, even
+with may_alias=False (measured), so a row repainted after dispatch would change what lands. A
+gather's result is in canonical page order: a row of it is a page as every lower tier stores it. It
+was also the fastest order measured (64 pages of 32 KiB: 0.2 ms, in the pool's own order 0.3 ms).
+
+Batches are padded to buckets so that nothing recompiles. Padding reads and writes one hidden slot,
+number `pages`, that no index knows: the arrays have pages + 1 slots. An engine may aim masked
+writes of its own there.
+
+On CPU the pool keeps floats narrower than 32 bits as unsigned integers, because XLA upcasts the
+whole pool for one bf16 scatter (one 16 KiB page in a pool of 16,384: 160 ms, as uint16 0.03 ms).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from stepwell.errors import (
+    DeviceResetError,
+    GeometryError,
+    StalePoolError,
+    StepwellUsageError,
+    StoreClosedError,
+)
+from stepwell.geometry import PageGeometry
+
+Arrays = tuple[jax.Array, ...]
+Rows = npt.NDArray[np.uint8]
+Slots = npt.NDArray[np.int64]
+
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+DEFAULT_STEP_BYTES = 64 << 20
+DEFAULT_OUTSTANDING_BYTES = 256 << 20
+
+# Names of a PageGeometry that JAX spells differently.
+_DTYPE_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_NARROW_STORAGE: dict[int, np.dtype[np.generic]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+# JAX aliases host memory that is aligned to this, and copies it once more where it is not.
+_HOST_ALIGNMENT = 64
+
+
+class Readiness(Protocol):
+    """Answer whether a result of our own has been computed; tests pass a gate of theirs."""
+
+    def is_ready(self, result: jax.Array) -> bool:
+        """Return at once whether wait() would return at once."""
+        ...
+
+    def wait(self, result: jax.Array) -> None:
+        """Block until the result is there; raise what its computation raised."""
+        ...
+
+
+class JaxReadiness:
+    """Ask JAX."""
+
+    def is_ready(self, result: jax.Array) -> bool:
+        """Return at once whether wait() would return at once."""
+        return bool(result.is_ready())  # type: ignore[attr-defined]  # missing in JAX's stubs
+
+    def wait(self, result: jax.Array) -> None:
+        """Block until the result is there, without the GIL; raise what its computation raised."""
+        result.block_until_ready()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFull:
+    """Say that a batch was not taken, and the numbers; nothing was copied, nothing changed."""
+
+    needed_bytes: int
+    outstanding_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolArguments:
+    """Say where canonical rows lie, in the arguments of the core's `Pool`; one entry a stream.
+
+    Entry layer * streams + stream. A canonical stream is contiguous, hence one piece.
+    """
+
+    base: npt.NDArray[np.uint64]
+    slot_stride: npt.NDArray[np.int64]
+    outer_stride: npt.NDArray[np.int64]
+    inner_stride: npt.NDArray[np.int64]
+    outer_count: npt.NDArray[np.uint32]
+    inner_count: npt.NDArray[np.uint32]
+    piece_bytes: npt.NDArray[np.uint64]
+    slots: int
+    writable: bool
+
+
+def pool_arguments(rows: Rows, *, layers: int, streams: int) -> PoolArguments:
+    """Describe canonical pages, one a row, to the core; no work per page.
+
+    Args:
+        rows: uint8[n, page_bytes], each row contiguous; such as GatherTicket.host_views() returns.
+        layers: layers of a page, all alike.
+        streams: streams of a layer.
+
+    Requires: the caller keeps `rows` alive as long as the core may read it.
+    """
+    count = layers * streams
+    if rows.ndim != 2 or rows.dtype != np.uint8 or rows.strides[1] != 1 or rows.shape[1] % count:
+        raise GeometryError(
+            f"need uint8[n, page_bytes] with contiguous rows of {count} equal streams, got "
+            f"{rows.dtype}{list(rows.shape)} with strides {rows.strides}"
+        )
+    piece_bytes = rows.shape[1] // count
+    offsets = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes)
+    return PoolArguments(
+        base=np.uint64(rows.ctypes.data) + offsets,
+        slot_stride=np.full(count, rows.strides[0], np.int64),
+        outer_stride=np.zeros(count, np.int64),
+        inner_stride=np.zeros(count, np.int64),
+        outer_count=np.ones(count, np.uint32),
+        inner_count=np.ones(count, np.uint32),
+        piece_bytes=np.full(count, piece_bytes, np.uint64),
+        slots=len(rows),
+        writable=bool(rows.flags.writeable),
+    )
+
+
+def logical_dtype(name: str) -> np.dtype[np.generic]:
+    """Return the dtype a geometry names. Raises GeometryError for a name JAX does not know."""
+    try:
+        return np.dtype(jnp.dtype(_DTYPE_NAMES.get(name, name)))
+    except TypeError as cause:
+        raise GeometryError(f"JAX has no dtype {name!r}") from cause
+
+
+def storage_dtype(logical: np.dtype[np.generic], *, platform: str) -> np.dtype[np.generic]:
+    """Return the dtype the pool keeps: on CPU an unsigned integer for narrow floats."""
+    if platform == "cpu" and jnp.issubdtype(logical, jnp.floating):
+        return _NARROW_STORAGE.get(logical.itemsize, logical)
+    return logical
+
+
+# ---- tickets -------------------------------------------------------------------------------------
+
+
+class TicketState(Enum):
+    """QUEUED -> DISPATCHED | FAILED; a gather then DISPATCHED -> FAILED | RELEASED."""
+
+    QUEUED = "queued"
+    DISPATCHED = "dispatched"
+    FAILED = "failed"
+    RELEASED = "released"
+
+
+class ScatterTicket:
+    """Follow pages on their way into slots.
+
+    DISPATCHED: any computation dispatched later on the pool reads them. FAILED: the pool was lost.
+    """
+
+    def __init__(self, slots: Slots, *, chunks: int, held_bytes: int) -> None:
+        self.slots = slots
+        self.state = TicketState.QUEUED
+        self.error: DeviceResetError | None = None
+        self._undispatched_chunks = chunks
+        self._held_bytes = held_bytes  # what it counts against the pool's bound
+
+
+class GatherTicket(ScatterTicket):
+    """Follow pages on their way out of slots, and own the arrays they arrive in.
+
+    DISPATCHED: the slots may be overwritten. The result holds device memory until release().
+    Threads: one at a time waits, reads and releases; the pool's owner dispatches meanwhile.
+    """
+
+    def __init__(self, pool: DevicePool, slots: Slots, *, chunks: int, held_bytes: int) -> None:
+        super().__init__(slots, chunks=chunks, held_bytes=held_bytes)
+        self._pool = pool
+        self._left_queue = threading.Event()
+        self._results: list[tuple[jax.Array, int]] = []
+        self._views: list[Rows] = []
+
+    def ready(self) -> bool:
+        """Return at once whether wait() would return, or raise, at once."""
+        if self.state is TicketState.DISPATCHED:
+            return all(self._pool.readiness.is_ready(result) for result, _ in self._results)
+        return self.state is not TicketState.QUEUED
+
+    def wait(self) -> None:
+        """Block until the pages are there; while the gather is queued, until it is dispatched too.
+
+        Raises: DeviceResetError where the pool was lost first or the pages' computation failed;
+        StepwellUsageError after release().
+        """
+        self._left_queue.wait()
+        if self.state is TicketState.DISPATCHED:
+            try:
+                for result, _ in self._results:
+                    self._pool.readiness.wait(result)
+            except RuntimeError as cause:  # what JAX raises for a computation that failed
+                error = DeviceResetError(f"a gather of {len(self.slots)} pages failed: {cause}")
+                error.__cause__ = cause
+                self.fail(error)
+        if self.error is not None:
+            raise self.error
+        if self.state is TicketState.RELEASED:
+            raise StepwellUsageError("a gather was read after its release")
+
+    def host_views(self) -> list[Rows]:
+        """Return the pages as canonical rows, in the order of `slots`; waits as wait() does.
+
+        Returns: read-only uint8[k, page_bytes] arrays, k adding up to n. On CPU they are views of
+        the result, which is never donated; elsewhere JAX's copy on the host. Read until release().
+        """
+        self.wait()
+        if not self._views:
+            self._views = [
+                np.asarray(result).reshape(len(result), -1).view(np.uint8)[:count]
+                for result, count in self._results
+            ]
+        return self._views
+
+    def fail(self, error: DeviceResetError) -> None:
+        """Declare that the pages never arrived: wait() raises `error`. Nothing after release()."""
+        self._pool._fail(self, error)
+
+    def release(self) -> None:
+        """Drop the result and give its bytes back to the pool's bound; idempotent.
+
+        Raises: StepwellUsageError while queued.
+        """
+        self._pool._release(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """List the tickets that one entry or drain finished dispatching, in queue order."""
+
+    scatters: tuple[ScatterTicket, ...] = ()
+    gathers: tuple[GatherTicket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    ticket: ScatterTicket
+    slots: npt.NDArray[np.int32]  # padded to a bucket
+    count: int  # real pages among them
+    rows: jax.Array | None  # of a scatter: our own copy, on the device
+
+
+class StepHandle:
+    """Lend the pool's arrays to one step; dead when the step ends."""
+
+    __slots__ = ("_arrays", "_pool", "_version", "dispatched")
+
+    def __init__(self, pool: DevicePool, version: int, arrays: Arrays, dispatched: Dispatched):
+        self._pool = pool
+        self._version = version
+        self._arrays = arrays
+        self.dispatched = dispatched
+
+    @property
+    def arrays(self) -> Arrays:
+        """Return or exchange the arrays, one a stream: [layers, pages + 1, tokens, heads, dim].
+
+        Raises: StalePoolError once the step has ended.
+        """
+        self._check()
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, arrays: Sequence[jax.Array]) -> None:
+        self._check()
+        self._arrays = tuple(arrays)
+
+    def _check(self) -> None:
+        if self._version != self._pool.version:
+            raise StalePoolError(
+                f"this handle is of version {self._version}, the pool is at {self._pool.version}: "
+                "use the handle of the running step"
+            )
+
+    def _end(self) -> Arrays:
+        arrays, self._arrays = self._arrays, ()
+        return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePoolStats:
+    """Count what a pool did and holds; a snapshot."""
+
+    generation: int
+    steps: int  # steps and drains that ended well
+    resets: int
+    scattered_pages: int
+    gathered_pages: int
+    queued_chunks: int
+    outstanding_bytes: int
+    copied_pools: int  # donations not honoured: somebody holds a view of the pool's arrays
+
+
+# ---- the pool ------------------------------------------------------------------------------------
+
+
+class _PoolState(Enum):
+    OPEN = "open"
+    STEPPING = "stepping"
+    RESET = "reset"
+    CLOSED = "closed"
+
+
+class DevicePool:
+    """Own the arrays of the device tier and the queue of work on them; knows slots, not keys.
+
+    Invariant: outside a step the pool holds the only reference to its arrays.
+    Requires: a slot that a queued gather names keeps its page until the gather is dispatched, and a
+    slot that a queued scatter names is given to nobody else.
+
+    Threads: queue_scatter, queue_gather, stats and tickets from any. step, drain, warm, renew and
+    close from the owner's: the first that used one of them; one that has ended can be followed.
+    """
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        pages: int,
+        *,
+        arrays: Sequence[jax.Array] | None = None,
+        sharding: Sharding | None = None,
+        buckets: Sequence[int] = DEFAULT_BUCKETS,
+        max_step_bytes: int = DEFAULT_STEP_BYTES,
+        max_outstanding_bytes: int = DEFAULT_OUTSTANDING_BYTES,
+        readiness: Readiness | None = None,
+    ) -> None:
+        """Allocate the arrays, or take the engine's.
+
+        Args:
+            geometry: what a page is; its layers must be alike, to lie in one array a stream.
+            pages: slots an index may use; the arrays have one more.
+            arrays: the engine's own, one a stream; zeros where None.
+            sharding: of one stream's array, slots undivided; the first device where None.
+            buckets: page counts to compile for, ascending; those above max_step_bytes are left out.
+            max_step_bytes: what one entry or drain dispatches; at least one chunk.
+            max_outstanding_bytes: of scatters not dispatched and gathers not released, together.
+            readiness: who is asked whether a result is there; JAX where None.
+
+        Raises: GeometryError where arrays or sharding do not fit; StepwellUsageError.
+        """
+        if pages < 1 or not buckets or buckets[0] < 1 or sorted(set(buckets)) != list(buckets):
+            raise StepwellUsageError(
+                f"need pages >= 1 and ascending buckets >= 1, got {pages} and {tuple(buckets)}"
+            )
+        if geometry.is_opaque or len(set(geometry.head_dims)) != 1:
+            raise GeometryError(
+                "a managed device pool needs layers that are all alike, this geometry has "
+                f"{'opaque pages' if geometry.is_opaque else geometry.head_dims}"
+            )
+        kv_heads, head_dim = geometry.head_dims[0]
+        self.pages = pages
+        self.layers = geometry.layers
+        self.streams = geometry.streams
+        self.sharding = sharding or SingleDeviceSharding(jax.devices()[0])
+        self.readiness: Readiness = readiness or JaxReadiness()
+        platform = _platform(self.sharding)
+        self.logical_dtype = logical_dtype(geometry.dtype)
+        self.storage_dtype = storage_dtype(self.logical_dtype, platform=platform)
+        stream_shape = (geometry.page_tokens, kv_heads, head_dim)
+        self.array_shape = (self.layers, pages + 1, *stream_shape)
+        self._row_shape = (self.layers, self.streams, *stream_shape)
+        self.page_bytes = geometry.page_bytes
+        fitting = tuple(b for b in buckets if b * self.page_bytes <= max_step_bytes)
+        self.buckets = fitting or (buckets[0],)
+        self._max_step_bytes = max_step_bytes
+        self._max_outstanding_bytes = max_outstanding_bytes
+        self._rows_sharding = _rows_sharding(self.sharding)
+        self._scatter, self._gather = _programs(self.sharding, self._rows_sharding, self.streams)
+
+        self._arrays: Arrays | None = self._adopt(arrays)  # touched on the owner's thread alone
+        self._lock = threading.Lock()  # guards all below, and the tickets; held over nothing long
+        self._owner: threading.Thread | None = None
+        self._state = _PoolState.OPEN
+        self._queue: deque[_Chunk] = deque()
+        self._generation = 0
+        self._version = 0
+        self._outstanding_bytes = 0
+        self._steps = 0
+        self._resets = 0
+        self._scattered_pages = 0
+        self._gathered_pages = 0
+        self._copied_pools = 0
+
+    @property
+    def scratch_slot(self) -> int:
+        """Return the hidden slot: padding and masked writes go there, nothing reads it back."""
+        return self.pages
+
+    @property
+    def generation(self) -> int:
+        """Return a number that changes when the content is lost; work is queued for one of them."""
+        return self._generation
+
+    @property
+    def version(self) -> int:
+        """Return a number that changes at each entry and exit; handles of another are stale."""
+        return self._version
+
+    @property
+    def is_reset(self) -> bool:
+        """Return whether the pool was lost and waits for renew()."""
+        return self._state is _PoolState.RESET
+
+    def as_logical(self, values: jax.Array) -> jax.Array:
+        """Reinterpret stored values as logical ones, inside jit or out.
+
+        Cost: nothing on what was read from a few slots; on a whole pool on CPU a pass over it.
+        """
+        if self.storage_dtype == self.logical_dtype:
+            return values
+        return jax.lax.bitcast_convert_type(values, self.logical_dtype)
+
+    def as_storage(self, values: jax.Array) -> jax.Array:
+        """Reinterpret logical values as the pool keeps them, inside jit or out."""
+        if self.storage_dtype == self.logical_dtype:
+            return values
+        return jax.lax.bitcast_convert_type(values, self.storage_dtype)
+
+    def stats(self) -> DevicePoolStats:
+        """Return a snapshot of the counters; any thread."""
+        with self._lock:
+            return DevicePoolStats(
+                generation=self._generation,
+                steps=self._steps,
+                resets=self._resets,
+                scattered_pages=self._scattered_pages,
+                gathered_pages=self._gathered_pages,
+                queued_chunks=len(self._queue),
+                outstanding_bytes=self._outstanding_bytes,
+                copied_pools=self._copied_pools,
+            )
+
+    # ---- queueing, from any thread ---------------------------------------------------------------
+
+    def queue_scatter(
+        self,
+        slots: npt.NDArray[np.integer],
+        source: Rows,
+        *,
+        rows: npt.NDArray[np.integer] | None = None,
+        generation: int,
+    ) -> ScatterTicket | QueueFull:
+        """Copy host rows to the device and queue their way into slots.
+
+        Args:
+            slots: int64[n], distinct, below `pages`.
+            source: uint8[m, >= page_bytes], a canonical page a row, such as a host slab.
+            rows: int64[n], which rows of source; its first n where None.
+            generation: of the pool, read when the slots were claimed.
+
+        Returns: a ticket, FAILED from the start where the pool was lost since; or QueueFull.
+        A batch beyond the whole bound is taken when nothing else is outstanding. Either way the
+        rows may be repainted at once.
+        Raises: GeometryError, StepwellUsageError; nothing is queued then.
+        Cost: one copy of the pages on this thread, without the GIL.
+        """
+        slots = self._check_slots(slots, distinct=True)
+        rows = self._check_rows(source, rows, count=len(slots))
+        spans = self._spans(len(slots))
+        nbytes = len(slots) * self.page_bytes
+        ticket = ScatterTicket(slots, chunks=len(spans), held_bytes=nbytes)
+        full = self._reserve(nbytes)
+        if full is not None:
+            return full
+        try:
+            chunks = [
+                _Chunk(
+                    ticket=ticket,
+                    slots=self._pad(slots[first:last], bucket),
+                    count=last - first,
+                    rows=self._stage(source, rows[first:last], bucket),
+                )
+                for first, last, bucket in spans
+            ]
+        except BaseException:  # no device memory for the copy: the bound must not keep its bytes
+            with self._lock:
+                self._give_back(ticket)
+            raise
+        self._enqueue(ticket, chunks, generation)
+        return ticket
+
+    def queue_gather(
+        self, slots: npt.NDArray[np.integer], *, generation: int
+    ) -> GatherTicket | QueueFull:
+        """Queue a read of slots, as they are when it is dispatched.
+
+        Args:
+            slots: int64[n], below `pages`.
+            generation: of the pool, read when the slots were claimed.
+
+        Returns: a ticket, FAILED from the start where the pool was lost since; or QueueFull, as
+        queue_scatter. Its bytes count until release().
+        Raises: StepwellUsageError; nothing is queued then.
+        """
+        slots = self._check_slots(slots, distinct=False)
+        spans = self._spans(len(slots))
+        nbytes = len(slots) * self.page_bytes
+        ticket = GatherTicket(self, slots, chunks=len(spans), held_bytes=nbytes)
+        full = self._reserve(nbytes)
+        if full is not None:
+            return full
+        chunks = [
+            _Chunk(ticket, self._pad(slots[first:last], bucket), last - first, None)
+            for first, last, bucket in spans
+        ]
+        self._enqueue(ticket, chunks, generation)
+        return ticket
+
+    # ---- steps, on the owner's thread ------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[StepHandle]:
+        """Dispatch queued work, then lend the arrays to the engine until the block ends.
+
+        The block may donate `handle.arrays` and must leave arrays of the same shape, dtype and
+        sharding there. Where it raises, or leaves others, the pool is reset: queued tickets fail,
+        dispatched results stay. `handle.dispatched` lists the tickets this entry finished.
+
+        Raises: StalePoolError inside another step; DeviceResetError while the pool is lost, and on
+        exit where what the block left is unusable; StepwellUsageError on another thread.
+        """
+        handle = self._enter()
+        try:
+            yield handle
+        except BaseException as cause:
+            self._lose(_PoolState.RESET, f"the step raised {type(cause).__name__}: {cause}")
+            raise
+        self._leave(handle)
+
+    def drain(self) -> Dispatched:
+        """Do the store's half of a step alone, within the bound of one step.
+
+        Returns: what was dispatched; call again while stats().queued_chunks says there is more.
+        Raises: as step().
+        """
+        with self.step() as handle:
+            return handle.dispatched
+
+    def warm(self) -> None:
+        """Compile for every bucket, touching the hidden slot alone, so that no step waits for it.
+
+        Raises: as step().
+        """
+        source = np.empty((0, self.page_bytes), np.uint8)
+        none = np.empty(0, np.int64)
+        with self.step() as handle:
+            for bucket in self.buckets:
+                slots = self._pad(none, bucket)
+                rows = self._stage(source, none, bucket)
+                handle.arrays = self._scatter(handle.arrays, slots, rows)
+                self._gather(handle.arrays, slots).block_until_ready()
+
+    def renew(self, arrays: Sequence[jax.Array] | None = None) -> None:
+        """Put other arrays in place of those that were lost: the engine's, or zeros.
+
+        Raises: StepwellUsageError where the pool is not reset; GeometryError.
+        """
+        self._check_owner()
+        if self._state is not _PoolState.RESET:
+            raise StepwellUsageError(
+                f"only a reset pool is renewed; this one is {self._state.value}"
+            )
+        self._arrays = self._adopt(arrays)
+        with self._lock:
+            self._state = _PoolState.OPEN
+
+    def close(self) -> None:
+        """Fail what is queued and drop the arrays; results already dispatched stay. Idempotent."""
+        self._check_owner()
+        if self._state is _PoolState.STEPPING:
+            raise StepwellUsageError("the device pool cannot be closed inside its own step")
+        if self._state is not _PoolState.CLOSED:
+            self._lose(_PoolState.CLOSED, "it was closed")
+
+    # ---- the inside of a step --------------------------------------------------------------------
+
+    def _check_owner(self) -> None:
+        current = threading.current_thread()
+        with self._lock:
+            if self._owner is None or not self._owner.is_alive():
+                self._owner = current
+            owner = self._owner
+        if owner is not current:
+            raise StepwellUsageError(
+                f"the device pool belongs to thread {owner.name!r}; {current.name!r} may queue "
+                "work, but only the owner may step, drain, renew or close"
+            )
+
+    def _enter(self) -> StepHandle:
+        self._check_owner()
+        with self._lock:
+            if self._state is _PoolState.STEPPING:
+                raise StalePoolError("a step of this pool is running; steps do not nest")
+            if self._state is _PoolState.RESET:
+                raise DeviceResetError("the device pool was lost in a failed step; call renew()")
+            arrays, self._arrays = self._arrays, None
+            if self._state is _PoolState.CLOSED or arrays is None:
+                raise StoreClosedError("the device pool is closed")
+            self._state = _PoolState.STEPPING
+            self._version += 1
+        handle = StepHandle(self, self._version, arrays, Dispatched())
+        del arrays  # the handle's is the only reference while work is dispatched
+        try:
+            self._dispatch(handle)
+        except BaseException as cause:
+            self._lose(_PoolState.RESET, f"dispatching raised {type(cause).__name__}: {cause}")
+            raise DeviceResetError(
+                f"the device pool was lost while queued work was dispatched: {cause}; call renew()"
+            ) from cause
+        return handle
+
+    def _dispatch(self, handle: StepHandle) -> None:
+        """Dispatch queued chunks in order, up to the bound of a step."""
+        scatters: list[ScatterTicket] = []
+        gathers: list[GatherTicket] = []
+        used_bytes = 0
+        while True:
+            with self._lock:
+                if not self._queue:
+                    break
+                nbytes = len(self._queue[0].slots) * self.page_bytes
+                if used_bytes and used_bytes + nbytes > self._max_step_bytes:
+                    break
+                chunk = self._queue.popleft()
+            used_bytes += nbytes
+            if isinstance(chunk.ticket, GatherTicket):
+                if self._dispatch_gather(handle, chunk, chunk.ticket):
+                    gathers.append(chunk.ticket)
+            elif self._dispatch_scatter(handle, chunk):
+                scatters.append(chunk.ticket)
+        handle.dispatched = Dispatched(tuple(scatters), tuple(gathers))
+
+    def _dispatch_scatter(self, handle: StepHandle, chunk: _Chunk) -> bool:
+        """Dispatch one chunk; return whether it was its ticket's last."""
+        before = handle.arrays
+        handle.arrays = self._scatter(before, chunk.slots, chunk.rows)
+        ticket = chunk.ticket
+        with self._lock:
+            self._copied_pools += not before[0].is_deleted()
+            self._scattered_pages += chunk.count
+            ticket._undispatched_chunks -= 1
+            if ticket._undispatched_chunks:
+                return False
+            ticket.state = TicketState.DISPATCHED
+            self._give_back(ticket)
+        return True
+
+    def _dispatch_gather(self, handle: StepHandle, chunk: _Chunk, ticket: GatherTicket) -> bool:
+        """Dispatch one chunk; return whether it was its ticket's last. A refusal fails it alone."""
+        if ticket.error is not None:
+            return False
+        try:
+            result = self._gather(handle.arrays, chunk.slots)
+        except RuntimeError as cause:  # no device memory for the result; the pool is not donated
+            error = DeviceResetError(f"a gather of {len(ticket.slots)} pages was refused: {cause}")
+            error.__cause__ = cause
+            self._fail(ticket, error)
+            return False
+        result.copy_to_host_async()
+        with self._lock:
+            if ticket.error is not None:
+                return False
+            self._gathered_pages += chunk.count
+            ticket._results.append((result, chunk.count))
+            ticket._undispatched_chunks -= 1
+            if ticket._undispatched_chunks:
+                return False
+            ticket.state = TicketState.DISPATCHED
+            ticket._left_queue.set()
+        return True
+
+    def _leave(self, handle: StepHandle) -> None:
+        arrays = handle._end()
+        problem = self._problem(arrays)
+        if problem is not None:
+            self._lose(_PoolState.RESET, problem)
+            raise DeviceResetError(f"the device pool was lost: {problem}; call renew()")
+        self._arrays = arrays
+        with self._lock:
+            self._state = _PoolState.OPEN
+            self._version += 1
+            self._steps += 1
+
+    def _lose(self, state: _PoolState, reason: str) -> None:
+        """Drop the arrays and the queue and fail its tickets; dispatched results stay."""
+        self._arrays = None
+        with self._lock:
+            self._state = state
+            self._version += 1
+            self._generation += 1
+            self._resets += state is _PoolState.RESET
+            queued, self._queue = self._queue, deque()
+            for ticket in {id(chunk.ticket): chunk.ticket for chunk in queued}.values():
+                self._fail_locked(ticket, DeviceResetError(f"the device pool was lost: {reason}"))
+
+    def _problem(self, arrays: Sequence[jax.Array]) -> str | None:
+        """Say why arrays cannot be this pool's, None where they can."""
+        if len(arrays) != self.streams:
+            return f"{len(arrays)} arrays, the geometry has {self.streams} streams"
+        for stream, array in enumerate(arrays):
+            if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+                return f"stream {stream} is a {type(array).__name__}, not an array on a device"
+            if array.is_deleted():
+                return f"the array of stream {stream} is deleted: donated, and not exchanged"
+            if array.shape != self.array_shape or array.dtype != self.storage_dtype:
+                return (
+                    f"stream {stream} is {array.dtype}{list(array.shape)}, the pool is "
+                    f"{self.storage_dtype}{list(self.array_shape)}"
+                )
+            if not array.sharding.is_equivalent_to(self.sharding, array.ndim):
+                return f"stream {stream} is placed as {array.sharding}, the pool as {self.sharding}"
+        return None
+
+    def _adopt(self, arrays: Sequence[jax.Array] | None) -> Arrays:
+        if arrays is None:
+            return tuple(
+                jnp.zeros(self.array_shape, self.storage_dtype, device=self.sharding)
+                for _ in range(self.streams)
+            )
+        problem = self._problem(arrays)
+        if problem is not None:
+            raise GeometryError(f"these arrays cannot be the device pool: {problem}")
+        return tuple(arrays)
+
+    # ---- the inside of the queue -----------------------------------------------------------------
+
+    def _check_slots(self, slots: npt.NDArray[np.integer], *, distinct: bool) -> Slots:
+        checked = np.array(slots, dtype=np.int64, ndmin=1)
+        if checked.ndim != 1 or not len(checked):
+            raise StepwellUsageError(f"need slots int64[n], n >= 1, got shape {np.shape(slots)}")
+        if checked.min() < 0 or checked.max() >= self.pages:
+            raise StepwellUsageError(
+                f"slots reach from {checked.min()} to {checked.max()}, the pool has {self.pages}"
+            )
+        if distinct and len(np.unique(checked)) != len(checked):
+            raise StepwellUsageError("a scatter names a slot twice")
+        return checked
+
+    def _check_rows(
+        self, source: Rows, rows: npt.NDArray[np.integer] | None, *, count: int
+    ) -> npt.NDArray[np.int64]:
+        if source.ndim != 2 or source.dtype != np.uint8 or source.shape[1] < self.page_bytes:
+            raise GeometryError(
+                f"need uint8[m, >= {self.page_bytes}], got {source.dtype}{list(source.shape)}"
+            )
+        checked = np.arange(count) if rows is None else np.asarray(rows, dtype=np.int64)
+        if checked.shape != (count,) or checked.min() < 0 or checked.max() >= len(source):
+            raise StepwellUsageError(
+                f"{count} slots need {count} rows of the {len(source)} of the source, got {checked}"
+            )
+        return checked
+
+    def _spans(self, count: int) -> list[tuple[int, int, int]]:
+        """Cut a batch into (first, last, bucket): largest buckets while they fill, then a rest."""
+        largest = self.buckets[-1]
+        return [
+            (first, last, next(bucket for bucket in self.buckets if bucket >= last - first))
+            for first in range(0, count, largest)
+            for last in [min(first + largest, count)]
+        ]
+
+    def _pad(self, slots: Slots, bucket: int) -> npt.NDArray[np.int32]:
+        padded = np.full(bucket, self.scratch_slot, np.int32)
+        padded[: len(slots)] = slots
+        return padded
+
+    def _stage(self, source: Rows, rows: npt.NDArray[np.int64], bucket: int) -> jax.Array:
+        """Copy rows, padded with zeros, into memory that JAX alone refers to, and to the device."""
+        nbytes = bucket * self.page_bytes
+        memory = np.empty(nbytes + _HOST_ALIGNMENT, np.uint8)
+        skip = -memory.ctypes.data % _HOST_ALIGNMENT
+        own = memory[skip : skip + nbytes].reshape(bucket, self.page_bytes)
+        count = len(rows)
+        own[count:] = 0
+        if source.shape[1] == self.page_bytes and source.flags.c_contiguous:
+            np.take(source, rows, axis=0, out=own[:count], mode="clip")  # checked; "raise" buffers
+        else:
+            own[:count] = source[rows, : self.page_bytes]
+        values = own.view(self.storage_dtype).reshape(bucket, *self._row_shape)
+        staged: jax.Array = jax.device_put(values, self._rows_sharding)
+        return staged
+
+    def _reserve(self, nbytes: int) -> QueueFull | None:
+        with self._lock:
+            outstanding, capacity = self._outstanding_bytes, self._max_outstanding_bytes
+            if outstanding and outstanding + nbytes > capacity:
+                return QueueFull(nbytes, outstanding, capacity)
+            self._outstanding_bytes += nbytes
+        return None
+
+    def _give_back(self, ticket: ScatterTicket) -> None:
+        self._outstanding_bytes -= ticket._held_bytes
+        ticket._held_bytes = 0
+
+    def _enqueue(self, ticket: ScatterTicket, chunks: list[_Chunk], generation: int) -> None:
+        with self._lock:
+            if generation == self._generation and self._state is not _PoolState.CLOSED:
+                self._queue.extend(chunks)
+                return
+            self._fail_locked(
+                ticket,
+                DeviceResetError(
+                    f"the work was for generation {generation}, the pool is at {self._generation}"
+                ),
+            )
+
+    def _fail(self, ticket: ScatterTicket, error: DeviceResetError) -> None:
+        with self._lock:
+            self._fail_locked(ticket, error)
+
+    def _fail_locked(self, ticket: ScatterTicket, error: DeviceResetError) -> None:
+        if ticket.state in (TicketState.FAILED, TicketState.RELEASED):
+            return
+        ticket.state = TicketState.FAILED
+        ticket.error = error
+        self._give_back(ticket)
+        if isinstance(ticket, GatherTicket):
+            ticket._results = []
+            ticket._left_queue.set()
+
+    def _release(self, ticket: GatherTicket) -> None:
+        with self._lock:
+            if ticket.state is TicketState.QUEUED:
+                raise StepwellUsageError("a queued gather has nothing to release; fail() it")
+            if ticket.state is TicketState.DISPATCHED:
+                ticket.state = TicketState.RELEASED
+            ticket._results = []
+            ticket._views = []
+            self._give_back(ticket)
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def _platform(sharding: Sharding) -> str:
+    devices: frozenset[jax.Device] = frozenset(sharding.device_set)
+    return str(next(iter(devices)).platform)
+
+
+def _rows_sharding(sharding: Sharding) -> Sharding:
+    """Place rows [bucket, layers, streams, tokens, heads, dim] as the pool's axes are placed."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    if not isinstance(sharding, NamedSharding):
+        raise GeometryError(f"need a NamedSharding or SingleDeviceSharding, got {sharding}")
+    layers, slots, *rest = (*sharding.spec, None, None, None, None, None)[:5]
+    if slots is not None:
+        raise GeometryError(f"slots cannot be divided among devices, got {sharding.spec}")
+    spec = PartitionSpec(None, layers, None, *rest)  # type: ignore[no-untyped-call]
+    return NamedSharding(sharding.mesh, spec)
+
+
+@lru_cache(maxsize=16)
+def _programs(
+    sharding: Sharding, rows_sharding: Sharding, streams: int
+) -> tuple[Callable[..., Arrays], Callable[..., jax.Array]]:
+    """Make the two jitted programs; pools of one placement share them and their compilations."""
+
+    # No hint of unique indices: padding repeats the hidden slot. It cost nothing measurable.
+    def scatter(arrays: Arrays, slots: jax.Array, rows: jax.Array) -> Arrays:
+        return tuple(
+            array.at[:, slots].set(jnp.moveaxis(rows[:, :, stream], 0, 1), mode="promise_in_bounds")
+            for stream, array in enumerate(arrays)
+        )
+
+    def gather(arrays: Arrays, slots: jax.Array) -> jax.Array:
+        pages = [array.at[:, slots].get(mode="promise_in_bounds") for array in arrays]
+        return jnp.stack([jnp.moveaxis(stream, 1, 0) for stream in pages], axis=2)
+
+    return (
+        jax.jit(scatter, donate_argnums=0, out_shardings=(sharding,) * streams),
+        jax.jit(gather, out_shardings=rows_sharding),
+    )
