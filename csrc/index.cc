@@ -673,15 +673,19 @@ uint32_t Index::page_tokens() const noexcept { return impl_->pages.page_tokens()
 
 // ---- slots ---------------------------------------------------------------------------------------------------------
 
-void Index::add_slots(Tier tier, uint32_t first, uint32_t count) {
+void Index::add_slots(Tier tier, uint32_t first, uint32_t count, bool closed) {
   impl_->locked([&] {
     impl_->slots[at(tier)].add(first, count);
+    if (closed) impl_->slots[at(tier)].close(first);
     uint64_t total = 0;
     for (const SlotRanges& ranges : impl_->slots) total += ranges.capacity();
     impl_->pages.reserve(total);
   });
 }
 
+void Index::open_slots(Tier tier, uint32_t first) {
+  impl_->locked([&] { impl_->slots[at(tier)].open(first); });
+}
 void Index::close_slots(Tier tier, uint32_t first) {
   impl_->locked([&] { impl_->slots[at(tier)].close(first); });
 }
@@ -1057,7 +1061,7 @@ void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, Par
   });
 }
 
-void Index::claim_leased(uint64_t lease_id, Tier tier, ClaimBatch* out) {
+void Index::claim_leased(uint64_t lease_id, Tier tier, const uint8_t* rows, ClaimBatch* out) {
   Impl& in = *impl_;
   in.locked([&] {
     const Lease& lease = in.live_lease(lease_id);
@@ -1067,6 +1071,7 @@ void Index::claim_leased(uint64_t lease_id, Tier tier, ClaimBatch* out) {
     Impl::reset(out, ids.size());
     in.seek_slots(mask(tier), static_cast<uint32_t>(ids.size()));
     for (uint32_t i = 0; i < ids.size(); ++i) {
+      if (rows != nullptr && rows[i] == 0) continue;
       if (in.poisoned.load(std::memory_order_relaxed)) {
         Impl::fill_row(out, i, mask(tier), ClaimOutcome::kRefused);
         continue;
@@ -1141,6 +1146,20 @@ void Index::labels(const PageId* pages, size_t count, Label* out) const {
 
 // ---- eviction ------------------------------------------------------------------------------------------------------
 
+void Index::pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  pages->clear();
+  slots->clear();
+  in.locked([&] {
+    for (PageId page = after == kNoPage ? 0 : after + 1; page < in.pages.id_limit() && pages->size() < n; ++page) {
+      if (!in.pages.exists(page) || in.pages.residency(page, t) != Residency::kResident) continue;
+      pages->push_back(page);
+      slots->push_back(in.pages.slot(page, t));
+      in.add_page_pins(page, 1, true);
+    }
+  });
+}
 void Index::claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
@@ -1533,6 +1552,9 @@ TierCounts Index::counts(Tier tier) const {
   });
 }
 
+uint64_t Index::claimable(Tier tier) const {
+  return impl_->locked([&] { return impl_->slots[at(tier)].claimable(); });
+}
 uint64_t Index::pages() const {
   return impl_->locked([&] { return impl_->pages.size(); });
 }

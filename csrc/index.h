@@ -89,7 +89,9 @@ class Index {
 
   // ---- slots -------------------------------------------------------------------------------------------------
   // Adds [first, first+count) as free slots. REQUIRES no overlap.
-  void add_slots(Tier tier, uint32_t first, uint32_t count);
+  // closed: they can be recovered into, and are claimed only after open_slots(): for a volume whose records are still being read.
+  void add_slots(Tier tier, uint32_t first, uint32_t count, bool closed = false);
+  void open_slots(Tier tier, uint32_t first);
   // No new claims from this range from now on. Its free slots leave `free` and capacity at drop_slots().
   void close_slots(Tier tier, uint32_t first);
   // Removes the range if all its slots are free; else returns how many are not.
@@ -129,7 +131,10 @@ class Index {
   void claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent, TierMask tiers,
                          ClaimBatch* out);
   // For pages that the caller has pinned by `lease` (all of it): claims those ABSENT in `tier`, e.g. to promote. outcomes[n] of that tier only.
-  void claim_leased(uint64_t lease, Tier tier, ClaimBatch* out);
+  // rows: null for all, else only pages i with rows[i] != 0; the others' outcome is kNone.
+  void claim_leased(uint64_t lease, Tier tier, const uint8_t* rows, ClaimBatch* out);
+  // Page-pins up to n RESIDENT pages of the tier whose id is above `after` (kNoPage: from the first), in the order of ids. For passes over all pages.
+  void pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots);
   // kOk, or kStale where the page has moved on (nothing changed). Commit enters the page's rank as just used. A commit of a page of an old epoch succeeds.
   Status commit(PageId page, Tier tier, uint32_t number);
   // ARRIVING -> ABSENT; the slot is free again (its record was never published, or is odd).
@@ -173,6 +178,7 @@ class Index {
   // Longest run of keys[i] RESIDENT in `usable` without a pin; tiers[i] = fastest tier or 0xff.
   uint32_t probe(const Key* keys, uint32_t count, uint8_t kind, TierMask usable, uint8_t* tiers) const;
   TierCounts counts(Tier tier) const;
+  uint64_t claimable(Tier tier) const;  // free slots in ranges that are not closed
   uint64_t pages() const;   // page records
   uint64_t nodes() const;   // tree edges
   uint64_t leases() const;

@@ -27,6 +27,10 @@ constexpr double kLongestWait_s = 1e8;
 
 Tier tier_of(int column) { return static_cast<Tier>(column); }
 
+bool fills_a_tier(const PageCopy& copy) {
+  return std::any_of(copy.roles.begin() + 1, copy.roles.end(), [](Role role) { return role == Role::kSink; });
+}
+
 // The tests' way to make any worker fail at any of these points: an armed errno stands for an exception.
 void reach(const char* point) {
   const fault::Outcome outcome = fault::reach(point);
@@ -662,7 +666,9 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
     surely([&] {
       std::vector<PageId> ids;
       ids.reserve(spec.pages.size());
-      for (const PageCopy& copy : spec.pages) ids.push_back(copy.page);
+      for (const PageCopy& copy : spec.pages) {
+        if (fills_a_tier(copy)) ids.push_back(copy.page);
+      }
       index->unpin_pages(ids.data(), ids.size());
     });
   }

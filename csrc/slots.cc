@@ -139,6 +139,14 @@ void SlotRanges::close(uint32_t first) {
   claimable_ -= range->map.free();
 }
 
+void SlotRanges::open(uint32_t first) {
+  if (!has_range(first)) throw std::invalid_argument("no slot range starts at " + std::to_string(first));
+  Range* range = find(first);
+  if (!range->closed) return;
+  range->closed = false;
+  claimable_ += range->map.free();
+}
+
 uint32_t SlotRanges::drop(uint32_t first) {
   if (!has_range(first)) throw std::invalid_argument("no slot range starts at " + std::to_string(first));
   Range* range = find(first);
@@ -175,10 +183,10 @@ uint32_t SlotRanges::take(SlotUse use) noexcept {
 
 bool SlotRanges::take_at(uint32_t slot, SlotUse use) noexcept {
   Range* range = find(slot);
-  if (range == nullptr || range->closed || !range->map.is_free(slot - range->first)) return false;
+  if (range == nullptr || !range->map.is_free(slot - range->first)) return false;
   range->map.take_at(slot - range->first);
   change_use(range, slot - range->first, use);
-  --claimable_;
+  if (!range->closed) --claimable_;
   return true;
 }
 

@@ -52,6 +52,7 @@ class SlotRanges {
   void add(uint32_t first, uint32_t count);
   // Throws std::invalid_argument where no range starts at `first`.
   void close(uint32_t first);
+  void open(uint32_t first);
   // Slots of the range that are not free; removes the range where that is 0.
   uint32_t drop(uint32_t first);
   bool has_range(uint32_t first) const noexcept;
@@ -61,7 +62,7 @@ class SlotRanges {
   // The takes that follow should be `want` consecutive slots.
   void seek(uint32_t want) noexcept;
   uint32_t take(SlotUse use) noexcept;                 // kNoSlot: none in an open range
-  bool take_at(uint32_t slot, SlotUse use) noexcept;   // false: unknown or not free
+  bool take_at(uint32_t slot, SlotUse use) noexcept;   // false: unknown or not free; in a closed range too
   // kNoUse where the slot is in no range.
   static constexpr SlotUse kNoUse = static_cast<SlotUse>(0xff);
   SlotUse use(uint32_t slot) const noexcept;

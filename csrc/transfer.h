@@ -43,7 +43,7 @@ struct TransferSpec {
   bool layer_order = false;                // loads: layer by layer, all pages of a layer before the next
   bool source_leaving = false;             // sources are LEAVING claims (tier of the source column; column 0 = Tier::kDevice)
   WorkClass work_class = WorkClass::kLoad;
-  bool unpin_pages = false;                // page pins of claim_absent are returned at the end
+  bool unpin_pages = false;                // the page pin of each page that has a tier sink (its claim's) is returned at the end
   uint64_t lease = 0;                      // released at the end (the submitter retained it for the transfer)
   uint64_t tag = 0;                        // comes back in the inbox
   uint64_t keep_alive = 0;                 // token for the retire list; 0: none

@@ -137,8 +137,25 @@ void bind_index(nb::module_& module) {
   index.def(nb::init<uint32_t>(), nb::arg("page_tokens"))
       .def_prop_ro("page_tokens", &Index::page_tokens)
       // ---- slots
-      .def("add_slots", [](Index& self, int tier, uint32_t first, uint32_t count) { self.add_slots(to_tier(tier), first, count); },
-           nb::arg("tier"), nb::arg("first"), nb::arg("count"), Release())
+      .def("add_slots",
+           [](Index& self, int tier, uint32_t first, uint32_t count, bool closed) {
+             self.add_slots(to_tier(tier), first, count, closed);
+           },
+           nb::arg("tier"), nb::arg("first"), nb::arg("count"), nb::arg("closed") = false, Release())
+      .def("open_slots", [](Index& self, int tier, uint32_t first) { self.open_slots(to_tier(tier), first); }, nb::arg("tier"),
+           nb::arg("first"), Release())
+      .def("claimable", [](const Index& self, int tier) { return self.claimable(to_tier(tier)); }, nb::arg("tier"), Release())
+      .def("pin_resident",
+           [](Index& self, int tier, std::optional<uint32_t> after, uint32_t n) {
+             std::vector<PageId> pages;
+             std::vector<uint32_t> slots;
+             {
+               nb::gil_scoped_release release;
+               self.pin_resident(to_tier(tier), after.value_or(kNoPage), n, &pages, &slots);
+             }
+             return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(slots)));
+           },
+           nb::arg("tier"), nb::arg("after").none(), nb::arg("n"))
       .def("close_slots", [](Index& self, int tier, uint32_t first) { self.close_slots(to_tier(tier), first); }, nb::arg("tier"),
            nb::arg("first"), Release())
       .def("drop_slots", [](Index& self, int tier, uint32_t first) { return self.drop_slots(to_tier(tier), first); }, nb::arg("tier"),
@@ -218,12 +235,13 @@ void bind_index(nb::module_& module) {
            },
            nb::arg("keys"), nb::arg("kind"), nb::arg("parent_state"), nb::arg("parent"), nb::arg("tiers"))
       .def("claim_leased",
-           [](Index& self, uint64_t lease, int tier) {
+           [](Index& self, uint64_t lease, int tier, const std::optional<Array1<bool>>& rows) {
+             if (rows && rows->shape(0) < self.lease_length(lease)) throw nb::value_error("fewer rows than pages of the lease");
              ClaimBatch out;
-             self.claim_leased(lease, to_tier(tier), &out);
+             self.claim_leased(lease, to_tier(tier), rows ? reinterpret_cast<const uint8_t*>(rows->data()) : nullptr, &out);
              return out;
            },
-           nb::arg("lease"), nb::arg("tier"), Release())
+           nb::arg("lease"), nb::arg("tier"), nb::arg("rows").none() = nb::none(), Release())
       .def("commit", [](Index& self, uint32_t page, int tier, uint32_t number) { return self.commit(page, to_tier(tier), number); },
            nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
       .def("abort", [](Index& self, uint32_t page, int tier, uint32_t number) { return self.abort(page, to_tier(tier), number); },

@@ -535,7 +535,7 @@ class PageStore:
                 ids, slots = self._index.pin_resident(tier, after, _VERIFY_PAGES)
                 if ids.size == 0:
                     break
-                after = int(slots[-1])
+                after = int(ids[-1])
                 plan = Plan.empty(ids)
                 plan.roles[:, tier], plan.slots[:, tier] = SOURCE, slots
                 plan.roles[:, POOL_COLUMN], plan.slots[:, POOL_COLUMN] = SINK, np.arange(ids.size)
@@ -942,7 +942,7 @@ class PageStore:
 
     def _make_room(self, tier: Tier, pages: int) -> None:
         """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the keeper's."""
-        lacking = pages - self._index.counts(tier)["free"]
+        lacking = pages - self._index.claimable(tier)
         if lacking > 0:
             self._evict(tier, lacking)
             self._wake_keeper()

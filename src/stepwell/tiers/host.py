@@ -45,7 +45,7 @@ class HostSlab:
 
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Return how many pages to evict so that `high_pages` are free."""
-        free = index.counts(Tier.HOST)["free"]
+        free = index.claimable(Tier.HOST)
         return high_pages - free if free < low_pages else 0
 
     def close(self, index: Index) -> None:

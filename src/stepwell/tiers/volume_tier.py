@@ -134,7 +134,7 @@ class VolumeTier:
         if self._directory.wanted() > 0:
             self._start_leaving(index)
         self._stamp_recency(index)
-        free = index.counts(self._tier)["free"]
+        free = index.claimable(self._tier)
         if free >= low_pages and not self._directory.is_starving:
             return 0
         if self._may_try_to_grow() and self._grow(index):
