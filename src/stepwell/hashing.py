@@ -59,17 +59,17 @@ def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
         TokenError: Not one-dimensional, not integers (booleans are none), or a value below 0 or
             above 2^31 - 1; the message names the first such position and value.
 
-    Cost: a pass or two to check the range; one more to copy where the dtype is not int32. A list costs
-    40 ns a token.
+    Cost: a pass or two to check the range, one more to copy where the dtype is not int32. A list
+    costs 40 ns a token.
     """
     array = tokens if isinstance(tokens, np.ndarray) else _array_of(tokens)
     if array.ndim != 1:
         raise TokenError(f"tokens have shape {array.shape}: give one dimension")
     if array.dtype.kind not in "iu":
         raise TokenError(f"tokens have dtype {array.dtype}: give integers, best int32")
-    # An int32 cannot be too large: one pass less, which is a tenth of what the hashing costs.
-    fits = array.size == 0 or (array.min() >= 0 and (array.itemsize <= 4 and array.dtype.kind == "i"  or array.max() <= MAX_TOKEN))
-    if not fits:
+    # An int32 cannot be too large: that saves a pass, a tenth of what hashing costs.
+    is_too_large = array.dtype != np.int32 and array.max(initial=0) > MAX_TOKEN
+    if is_too_large or array.min(initial=0) < 0:
         position = int(np.argmax((array < 0) | (array > MAX_TOKEN)))
         raise TokenError(f"token {position} is {array[position]}: give 0 to {MAX_TOKEN}")
     return np.ascontiguousarray(array, dtype=np.int32)
