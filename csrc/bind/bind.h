@@ -11,8 +11,12 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
+
+#include "copy.h"
+#include "geometry.h"
 
 namespace nb = nanobind;
 
@@ -43,6 +47,12 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> to_numpy(std::vector<T> values, size_t ro
   size_t shape[2] = {rows, columns};
   return nb::ndarray<nb::numpy, T, nb::ndim<2>>(owned->data(), 2, shape, owner);
 }
+
+// What Python calls a Pool. The layout is shared in C++ alone: a worker that lets go of it last must not need the GIL.
+struct PoolHandle {
+  std::shared_ptr<const PoolLayout> layout;
+  PageShape shape;
+};
 
 void bind_primitives(nb::module_& module);  // status, crc32c, sha256, fault, PageShape, PoolLayout, guard
 void bind_file(nb::module_& module);        // Descriptor, file functions
