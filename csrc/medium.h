@@ -15,8 +15,9 @@ namespace stepwell {
 // both. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes to it.
 class Scratch {
  public:
-  std::byte* source(size_t bytes);
-  std::byte* target(size_t bytes);
+  // Null where memory is short: the caller reports kIOError.
+  std::byte* source(size_t bytes) noexcept;
+  std::byte* target(size_t bytes) noexcept;
   std::vector<uint32_t> source_checksums;
   std::vector<uint32_t> target_checksums;
 
@@ -24,6 +25,7 @@ class Scratch {
   struct Free {
     void operator()(std::byte* memory) const noexcept;
   };
+  static std::byte* grow(std::unique_ptr<std::byte, Free>* memory, size_t* have, size_t want) noexcept;
   std::unique_ptr<std::byte, Free> source_, target_;
   size_t source_bytes_ = 0, target_bytes_ = 0;
 };
@@ -60,5 +62,19 @@ class Medium {
   // Writes a pattern over the slot and reads it back: the way out of quarantine.
   virtual Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept = 0;
 };
+
+// True where both labels name the same page: key, kind and epoch. Parent and depth are what is told of it.
+inline bool same_page(const Label& a, const Label& b) noexcept {
+  return a.key == b.key && a.kind == b.kind && a.epoch == b.epoch;
+}
+
+// One whole page in and out of a medium, checksums made or verified on the way: what the mover does page by page, for tools and tests.
+// data, out: shape.page_bytes() of private memory, out undefined unless kOk. REQUIRES the claim or pin that the medium's methods require.
+Status write_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, const std::byte* data,
+                  Scratch& scratch) noexcept;
+Status read_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, std::byte* out,
+                 Scratch& scratch) noexcept;
+// Room for one page's checksums; kIOError where memory is short.
+Status resize_checksums(std::vector<uint32_t>* checksums, uint32_t layers) noexcept;
 
 }  // namespace stepwell

@@ -9,7 +9,7 @@
 namespace stepwell {
 
 // Invariant: a slot's checksums are those of the bytes last finished in it. Memory is anonymous, 2 MiB aligned, MADV_HUGEPAGE
-// and MADV_DONTFORK, reserved lazily (touched by first use or prefault()).
+// and MADV_DONTFORK, reserved lazily (touched by first use).
 class Slab final : public Medium {
  public:
   // slot bytes = round_up(page bytes, 4096) so that device_put and O_DIRECT may use a slot as it is.
@@ -23,6 +23,7 @@ class Slab final : public Medium {
   Status retire(uint32_t slot) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 
+  const PageShape& shape() const noexcept { return shape_; }
   std::byte* slot_address(uint32_t slot) const noexcept;
   uint64_t slot_bytes() const noexcept { return slot_bytes_; }
   uint32_t slots() const noexcept { return slots_; }
@@ -31,6 +32,7 @@ class Slab final : public Medium {
   PageShape shape_;
   uint64_t slot_bytes_;
   uint32_t slots_;
+  uint32_t fork_;
   std::byte* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;
   std::vector<uint32_t> checksums_;  // [slot * layers + layer]; written by the slot's claim holder only

@@ -19,7 +19,22 @@
 namespace stepwell {
 
 constexpr uint32_t kSlotBits = 20;
+constexpr uint32_t kSlotMask = (1u << kSlotBits) - 1;
 constexpr uint32_t kMaxVolumes = 1u << (32 - kSlotBits);
+
+// Sizes and limits of FORMAT.md 2.
+constexpr uint32_t kHeaderBytes = 4096;
+constexpr uint32_t kRecordBytes = 192;
+constexpr uint32_t kRecencyBytes = 16;
+constexpr uint32_t kRingHeadBytes = 64;
+constexpr uint32_t kRingEntryBytes = 16;
+constexpr uint64_t kMetadataAlignment = 4096;
+constexpr uint32_t kMaxVolumeSlots = 1u << 24;
+constexpr uint64_t kGenerationLimit = uint64_t{1} << 63;
+
+constexpr bool holds_page(uint64_t generation) noexcept {
+  return generation != 0 && generation % 2 == 0 && generation < kGenerationLimit;
+}
 
 enum class VolumeMedium : uint8_t { kShared = 1, kDisk = 2 };
 
@@ -68,7 +83,7 @@ struct RecoveredPage {
 class Volume final : public Medium {
  public:
   // Opens files that hold a complete volume. metadata: `.vol` or `.meta`; pages: invalid for a shared volume.
-  // Throws std::runtime_error with the reason (header damaged, sizes wrong, map failed, shape does not fit: names both).
+  // Throws std::runtime_error with the reason (header damaged or not the given one, sizes wrong, map failed, shape does not fit: names both).
   Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io);
   ~Volume() override;
 
@@ -80,33 +95,61 @@ class Volume final : public Medium {
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 
   const VolumeHeader& header() const noexcept { return header_; }
-  // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps generations.
+  const PageShape& shape() const noexcept { return shape_; }
+  // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps generations. Pages come by slot.
+  // A slot whose generation has reached its limit counts as damaged each time. REQUIRES that nobody reads or writes pages here meanwhile.
   Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept;
-  // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4.
+  // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4. One thread at a time.
   Status write_recency(const uint32_t* slots, size_t count) noexcept;
+  // Changes header(): REQUIRES that no other thread reads it meanwhile (adoption).
   Status write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept;
   // Touches the pages of the mapping in the background so that no save pays for first touch; stops when *stop. Shared only.
   Status prefault(const std::atomic<bool>* stop) noexcept;
+  // From now on a shared volume is read and written by pread and pwrite: for when the SIGBUS handler is no longer ours.
+  void leave_mapping() noexcept { use_mapping_.store(false, std::memory_order_relaxed); }
 
  private:
+  // A forked child has no mapping (MADV_DONTFORK) and no descriptor: every call of it fails.
+  bool by_mapping() const noexcept {
+    return mapping_ != nullptr && use_mapping_.load(std::memory_order_relaxed) && metadata_.valid();
+  }
+  uint64_t record_offset(uint32_t slot) const noexcept { return header_.records_offset + uint64_t{kRecordBytes} * slot; }
+  uint64_t checksums_offset(uint32_t slot) const noexcept {
+    return header_.checksums_offset + uint64_t{4} * header_.layers * slot;
+  }
+  uint64_t page_offset(uint32_t slot) const noexcept { return header_.pages_offset + header_.slot_bytes * slot; }
+  int pages_fd() const noexcept { return pages_.valid() ? pages_.get() : metadata_.get(); }
+  Status read_metadata(uint64_t offset, void* out, size_t bytes) const noexcept;
+  Status write_metadata(uint64_t offset, const void* data, size_t bytes) noexcept;
+  Status load_word(uint64_t offset, uint64_t* word) const noexcept;
+  Status store_word(uint64_t offset, uint64_t word) noexcept;
+  // FORMAT.md 3.1 without its fence: the slot's generation is *odd when it returns kOk.
+  Status make_odd(uint32_t slot, uint64_t* odd) noexcept;
+  Status scan_recency(std::vector<uint64_t>* stamps);
+  Status scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
+                      uint64_t* damaged, uint64_t* freed);
+  Status drop_duplicates(std::vector<RecoveredPage>* pages, uint64_t* freed);
+  Status check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) noexcept;
   Status load_generation(uint32_t slot, uint64_t* generation) noexcept;
   Status store_generation(uint32_t slot, uint64_t generation) noexcept;
   Status append_ring(uint32_t slot, uint64_t generation) noexcept;
+  Status skip_ring() noexcept;  // every reader of the ring reads all records next
 
   PageShape shape_;
   VolumeHeader header_;
   Descriptor metadata_, pages_;
   bool direct_io_;
   std::byte* mapping_ = nullptr;  // shared: the whole file; disk: none
+  std::atomic<bool> use_mapping_{true};
   std::mutex meta_mutex_;         // ring counter and the append of its entry
-  uint64_t ring_counter_ = 0;
-  uint64_t next_stamp_ = 1;
+  uint64_t ring_counter_ = 0;     // GUARDED_BY(meta_mutex_)
+  uint64_t next_stamp_ = 1;       // keeper only
 };
 
 // Reads one page of a volume that another process may be writing: FORMAT.md 4. Metadata by pread on `metadata`; bytes by pread on `pages` (the same
 // descriptor for a shared volume), or from `mapping` by guarded copy if that is not null.
 // target: page bytes of private memory. kOk: verified, of the wanted key at the wanted generation. kStale, kChecksum, kIOError, kBusFault: nothing
-// may be used.
+// may be used. `pages` may be an O_DIRECT descriptor (and should be one where the writer's is: it goes past the page cache).
 Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages, const std::byte* mapping,
                          uint32_t slot, uint64_t generation, const Label& wanted, std::byte* target) noexcept;
 
@@ -127,6 +170,8 @@ class VolumeSet final : public Medium {
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 
  private:
+  Volume* volume_of(uint32_t slot) const noexcept;  // null: no such volume
+
   bool does_io_;
   mutable std::mutex mutex_;  // owners_
   std::vector<std::shared_ptr<Volume>> owners_;

@@ -1,0 +1,83 @@
+#include "medium.h"
+
+#include <cstdlib>
+#include <new>
+
+#include "crc32c.h"
+#include "guard.h"
+
+namespace stepwell {
+
+namespace {
+
+constexpr size_t kScratchAlignment = 4096;  // the largest direct-I/O alignment a volume may have
+
+Status copy_layer(std::byte* target, const std::byte* source, uint64_t bytes, bool guarded, uint32_t* crc) noexcept {
+  if (guarded) return guard::copy(target, source, bytes, crc);
+  *crc = crc32c_copy(*crc, target, source, bytes);
+  return Status::kOk;
+}
+
+}  // namespace
+
+void Scratch::Free::operator()(std::byte* memory) const noexcept { std::free(memory); }
+
+std::byte* Scratch::grow(std::unique_ptr<std::byte, Free>* memory, size_t* have, size_t want) noexcept {
+  if (want <= *have) return memory->get();
+  if (want > SIZE_MAX - kScratchAlignment) return nullptr;
+  const size_t rounded = (want + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  auto* fresh = static_cast<std::byte*>(std::aligned_alloc(kScratchAlignment, rounded));
+  if (fresh == nullptr) return nullptr;
+  memory->reset(fresh);
+  *have = rounded;
+  return fresh;
+}
+
+std::byte* Scratch::source(size_t bytes) noexcept { return grow(&source_, &source_bytes_, bytes); }
+
+std::byte* Scratch::target(size_t bytes) noexcept { return grow(&target_, &target_bytes_, bytes); }
+
+Status write_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, const std::byte* data,
+                  Scratch& scratch) noexcept {
+  if (Status status = resize_checksums(&scratch.target_checksums, shape.layers()); status != Status::kOk) return status;
+  PageTarget target;
+  if (Status status = medium.begin_write(slot, scratch, &target); status != Status::kOk) return status;
+  const uint32_t page_seed = shape.page_seed(label);
+  for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+    const uint64_t offset = shape.layer_offset(layer);
+    uint32_t crc = PageShape::layer_seed(page_seed, layer);
+    const Status status =
+        copy_layer(target.bytes + offset, data + offset, shape.layer_bytes(layer), target.guarded, &crc);
+    if (status != Status::kOk) return status;
+    scratch.target_checksums[layer] = crc;
+  }
+  return medium.finish_write(slot, label, scratch.target_checksums.data(), target);
+}
+
+Status read_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, std::byte* out,
+                 Scratch& scratch) noexcept {
+  PageSource source;
+  if (Status status = medium.prepare_read(slot, label, scratch, &source); status != Status::kOk) return status;
+  const uint32_t page_seed = shape.page_seed(label);
+  for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+    const uint64_t offset = shape.layer_offset(layer);
+    uint32_t crc = PageShape::layer_seed(page_seed, layer);
+    const Status status =
+        copy_layer(out + offset, source.bytes + offset, shape.layer_bytes(layer), source.guarded, &crc);
+    if (status != Status::kOk) return status;
+    if (crc != source.checksums[layer]) return Status::kChecksum;
+  }
+  copy_fence();
+  return Status::kOk;
+}
+
+Status resize_checksums(std::vector<uint32_t>* checksums, uint32_t layers) noexcept {
+  try {
+    checksums->resize(layers);
+  } catch (const std::bad_alloc&) {
+    return Status::kIOError;
+  }
+  return Status::kOk;
+}
+
+}  // namespace stepwell

@@ -1,0 +1,601 @@
+#include "volume.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <new>
+#include <numeric>
+#include <stdexcept>
+
+#include "crc32c.h"
+#include "fault.h"
+#include "guard.h"
+
+namespace stepwell {
+
+namespace {
+
+constexpr size_t kChunkBytes = 1u << 20;         // of records or stamps read at once
+constexpr uint64_t kPrefaultStep = 2u << 20;     // 512 first touches of about 4 us: 2 ms between looks at the stop flag
+constexpr uint64_t kSmallestPage = 4096;
+constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // beyond it a stamp is damage: stamps must have room to grow
+constexpr size_t kGenerationBytes = sizeof(uint64_t);
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+Status from_errno(int result) noexcept { return result < 0 ? Status::kIOError : Status::kOk; }
+
+// A fault point that can fail the step that follows it.
+bool fails(const char* point) noexcept { return fault::reach(point).error != 0; }
+
+// What a step ends with that failed itself, or at the fault point behind it.
+Status failed(Status status) noexcept { return status == Status::kOk ? Status::kIOError : status; }
+
+// FORMAT.md 3.1: no store of the page may be seen before the odd generation. TSan does not model fences; nothing here relies on it to.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpragmas"
+#pragma GCC diagnostic ignored "-Wtsan"
+#endif
+void full_fence() noexcept { std::atomic_thread_fence(std::memory_order_seq_cst); }
+void acquire_fence() noexcept { std::atomic_thread_fence(std::memory_order_acquire); }
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+// First touch of every page of a mapping that leaves its content alone, whatever a worker stores there meanwhile.
+Status touch(std::byte* first, uint64_t bytes) noexcept {
+  struct Job {
+    std::byte* first;
+    uint64_t bytes;
+  } job{first, bytes};
+  return guard::run(
+      [](void* argument) noexcept {
+        const Job& it = *static_cast<Job*>(argument);
+        for (uint64_t offset = 0; offset < it.bytes; offset += kSmallestPage)
+          __atomic_fetch_or(reinterpret_cast<uint8_t*>(it.first + offset), uint8_t{0}, __ATOMIC_RELAXED);
+      },
+      &job);
+}
+
+uint64_t first_word(const std::byte* bytes) noexcept {
+  uint64_t word;
+  std::memcpy(&word, bytes, sizeof(word));
+  return word;
+}
+
+uint64_t file_bytes(const Descriptor& descriptor, const char* name) {
+  FileStat stat;
+  if (const int result = file::fstat(descriptor.get(), &stat); result < 0)
+    throw std::runtime_error(std::string("cannot stat the ") + name + " file of a volume: " + std::strerror(-result));
+  if (!stat.is_regular) throw std::runtime_error(std::string("the ") + name + " file of a volume is no regular file");
+  return stat.size;
+}
+
+void check_header(const VolumeHeader& header, const Descriptor& metadata, const Descriptor& pages) {
+  if (!metadata.valid()) throw std::runtime_error("volume without a metadata file");
+  const bool shared = header.medium == VolumeMedium::kShared;
+  if (shared == pages.valid())
+    throw std::runtime_error(shared ? "a shared volume has no pages file" : "a disk volume needs its pages file");
+  const uint64_t metadata_bytes = file_bytes(metadata, "metadata");
+  const uint64_t pages_bytes = pages.valid() ? file_bytes(pages, "pages") : 0;
+  std::array<std::byte, kHeaderBytes> found, expected;
+  if (const int result = file::pread_all(metadata.get(), found.data(), found.size(), 0); result < 0)
+    throw std::runtime_error(std::string("cannot read the header of a volume: ") + std::strerror(-result));
+  VolumeHeader decoded;
+  const std::string reason = VolumeHeader::decode(found.data(), metadata_bytes, pages_bytes, &decoded);
+  if (!reason.empty()) throw std::runtime_error("volume header damaged: " + reason);
+  header.encode(expected.data());
+  if (found != expected) throw std::runtime_error("the header of the volume is not the one given");
+}
+
+void check_shape(const VolumeHeader& header, const PageShape& shape) {
+  if (header.page_bytes != shape.page_bytes() || header.layers != shape.layers()) {
+    throw std::runtime_error("volume of pages of " + std::to_string(header.page_bytes) + " bytes in " +
+                             std::to_string(header.layers) + " layers does not fit pages of " +
+                             std::to_string(shape.page_bytes()) + " bytes in " + std::to_string(shape.layers()));
+  }
+  if (header.fingerprint != shape.fingerprint()) throw std::runtime_error("volume of another fingerprint");
+}
+
+}  // namespace
+
+Volume::Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io)
+    : shape_(shape), header_(header), metadata_(std::move(metadata)), pages_(std::move(pages)), direct_io_(direct_io) {
+  check_header(header_, metadata_, pages_);
+  check_shape(header_, shape_);
+  if (file::pread_all(metadata_.get(), &ring_counter_, sizeof(ring_counter_), header_.ring_offset) < 0)
+    throw std::runtime_error("cannot read the ring counter of a volume");
+  if (header_.medium == VolumeMedium::kShared) {
+    if (!guard::install()) throw std::runtime_error("cannot install the SIGBUS guard");
+    void* address = nullptr;
+    if (const int result = file::map(metadata_.get(), header_.metadata_bytes, &address); result < 0)
+      throw std::runtime_error(std::string("cannot map a shared volume: ") + std::strerror(-result));
+    if (!guard::add_range(address, header_.metadata_bytes)) {
+      file::unmap(address, header_.metadata_bytes);
+      throw std::runtime_error("cannot guard the mapping of a volume: 4096 ranges are in use");
+    }
+    mapping_ = static_cast<std::byte*>(address);
+  }
+}
+
+Volume::~Volume() {
+  // In a forked child the mapping was never there, and its addresses may be another's.
+  if (mapping_ == nullptr || !metadata_.valid()) return;
+  // The range goes first: between the two calls no address of the range can be another mapping's.
+  guard::remove_range(mapping_);
+  file::unmap(mapping_, header_.metadata_bytes);
+}
+
+// --- metadata, by mapping or by descriptor
+
+Status Volume::read_metadata(uint64_t offset, void* out, size_t bytes) const noexcept {
+  if (by_mapping()) return guard::copy(out, mapping_ + offset, bytes, nullptr);
+  return from_errno(file::pread_all(metadata_.get(), out, bytes, offset));
+}
+
+Status Volume::write_metadata(uint64_t offset, const void* data, size_t bytes) noexcept {
+  if (by_mapping()) return guard::copy(mapping_ + offset, data, bytes, nullptr);
+  return from_errno(file::pwrite_all(metadata_.get(), data, bytes, offset));
+}
+
+Status Volume::load_word(uint64_t offset, uint64_t* word) const noexcept {
+  if (by_mapping()) return guard::load_acquire(mapping_ + offset, word);
+  return from_errno(file::pread_all(metadata_.get(), word, sizeof(*word), offset));
+}
+
+Status Volume::store_word(uint64_t offset, uint64_t word) noexcept {
+  if (by_mapping()) return guard::store_release(mapping_ + offset, word);
+  return from_errno(file::pwrite_all(metadata_.get(), &word, sizeof(word), offset));
+}
+
+Status Volume::load_generation(uint32_t slot, uint64_t* generation) noexcept {
+  return load_word(record_offset(slot), generation);
+}
+
+Status Volume::store_generation(uint32_t slot, uint64_t generation) noexcept {
+  return store_word(record_offset(slot), generation);
+}
+
+Status Volume::append_ring(uint32_t slot, uint64_t generation) noexcept {
+  const std::lock_guard lock(meta_mutex_);
+  const uint64_t entry = header_.ring_offset + kRingHeadBytes + kRingEntryBytes * (ring_counter_ % header_.ring_entries);
+  const std::array<uint64_t, 2> words{slot, generation};
+  Status status = write_metadata(entry, words.data(), sizeof(words));
+  if (status != Status::kOk) return status;
+  copy_fence();
+  status = store_word(header_.ring_offset, ring_counter_ + 1);
+  if (status == Status::kOk) ++ring_counter_;
+  return status;
+}
+
+Status Volume::skip_ring() noexcept {
+  const std::lock_guard lock(meta_mutex_);
+  const uint64_t counter = ring_counter_ + header_.ring_entries + 1;
+  const Status status = store_word(header_.ring_offset, counter);
+  if (status == Status::kOk) ring_counter_ = counter;
+  return status;
+}
+
+// --- reading and writing a page
+
+Status Volume::prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept {
+  if (slot >= header_.slots) return Status::kInvalid;
+  std::array<std::byte, kRecordBytes> bytes;
+  if (Status status = read_metadata(record_offset(slot), bytes.data(), bytes.size()); status != Status::kOk)
+    return status;
+  if (!holds_page(first_word(bytes.data()))) return Status::kStale;
+  SlotRecord record;
+  if (!SlotRecord::decode(bytes.data(), &record)) return Status::kChecksum;
+  if (!same_page(record.label, label)) return Status::kStale;
+  if (record.length != header_.page_bytes) return Status::kChecksum;
+
+  if (Status status = resize_checksums(&scratch.source_checksums, header_.layers); status != Status::kOk) return status;
+  const size_t checksum_bytes = sizeof(uint32_t) * header_.layers;
+  Status status = read_metadata(checksums_offset(slot), scratch.source_checksums.data(), checksum_bytes);
+  if (status != Status::kOk) return status;
+  if (crc32c(0, scratch.source_checksums.data(), checksum_bytes) != record.page_checksum) return Status::kChecksum;
+
+  source->checksums = scratch.source_checksums.data();
+  if (by_mapping()) {
+    source->bytes = mapping_ + page_offset(slot);
+    source->guarded = true;
+    return Status::kOk;
+  }
+  std::byte* target = scratch.source(header_.slot_bytes);
+  if (target == nullptr) return Status::kIOError;
+  const size_t wanted = direct_io_ ? header_.slot_bytes : header_.page_bytes;
+  source->bytes = target;
+  source->guarded = false;
+  return from_errno(file::pread_all(pages_fd(), target, wanted, page_offset(slot)));
+}
+
+Status Volume::make_odd(uint32_t slot, uint64_t* odd) noexcept {
+  uint64_t generation = 0;
+  if (Status status = load_generation(slot, &generation); status != Status::kOk) return status;
+  *odd = generation | 1;
+  return *odd == generation ? Status::kOk : store_generation(slot, *odd);
+}
+
+Status Volume::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept {
+  if (slot >= header_.slots) return Status::kInvalid;
+  if (fails("volume.begin")) return Status::kIOError;
+  uint64_t odd = 0;
+  if (Status status = make_odd(slot, &odd); status != Status::kOk) return status;
+  full_fence();
+  if (odd >= kGenerationLimit - 1) return Status::kInvalid;
+  if (fails("volume.odd")) return Status::kIOError;
+  if (by_mapping()) {
+    target->bytes = mapping_ + page_offset(slot);
+    target->guarded = true;
+    return Status::kOk;
+  }
+  target->bytes = scratch.target(header_.slot_bytes);
+  target->guarded = false;
+  if (target->bytes == nullptr) return Status::kIOError;
+  std::memset(target->bytes + header_.page_bytes, 0, header_.slot_bytes - header_.page_bytes);
+  return Status::kOk;
+}
+
+Status Volume::finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                            const PageTarget& target) noexcept {
+  if (slot >= header_.slots || label.kind != header_.kind) return Status::kInvalid;
+  if (label.key.length < 1 || label.key.length > kMaxKeyBytes || label.parent.length > kMaxKeyBytes)
+    return Status::kInvalid;
+  uint64_t odd = 0;
+  if (Status status = load_generation(slot, &odd); status != Status::kOk) return status;
+  if (odd % 2 == 0 || odd >= kGenerationLimit - 1) return Status::kInvalid;  // not begun
+
+  Status status = Status::kOk;
+  if (target.guarded) {
+    copy_fence();
+  } else {
+    status = from_errno(file::pwrite_all(pages_fd(), target.bytes, header_.slot_bytes, page_offset(slot)));
+  }
+  if (status != Status::kOk || fails("volume.after_bytes")) return failed(status);
+
+  const size_t checksum_bytes = sizeof(uint32_t) * header_.layers;
+  status = write_metadata(checksums_offset(slot), checksums, checksum_bytes);
+  if (status != Status::kOk || fails("volume.after_checksums")) return failed(status);
+
+  SlotRecord record;
+  record.generation = odd + 1;
+  record.label = label;
+  record.length = static_cast<uint32_t>(header_.page_bytes);
+  record.page_checksum = crc32c(0, checksums, checksum_bytes);
+  std::array<std::byte, kRecordBytes> bytes;
+  record.encode(bytes.data());
+  status = write_metadata(record_offset(slot) + kGenerationBytes, bytes.data() + kGenerationBytes,
+                          kRecordBytes - kGenerationBytes);
+  copy_fence();
+  if (status != Status::kOk || fails("volume.after_record")) return failed(status);
+
+  status = store_generation(slot, record.generation);
+  if (status == Status::kOk && !fails("volume.after_publish")) status = append_ring(slot, record.generation);
+  else status = failed(status);
+  if (status == Status::kOk && fails("volume.after_ring")) status = Status::kIOError;
+  // Who is told that the write failed gives the slot back: nobody may find the page then.
+  if (status != Status::kOk) store_generation(slot, record.generation + 1);
+  return status;
+}
+
+Status Volume::retire(uint32_t slot) noexcept {
+  if (slot >= header_.slots) return Status::kInvalid;
+  if (fails("volume.retire")) return Status::kIOError;
+  uint64_t generation = 0;
+  if (Status status = load_generation(slot, &generation); status != Status::kOk) return status;
+  if (generation == 0 || generation % 2 == 1) return Status::kOk;
+  if (Status status = store_generation(slot, generation + 1); status != Status::kOk) return status;
+  return append_ring(slot, generation + 1);
+}
+
+Status Volume::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {
+  if (slot >= header_.slots) return Status::kInvalid;
+  if (Status status = retire(slot); status != Status::kOk) return status;
+  uint64_t odd = 0;
+  if (Status status = make_odd(slot, &odd); status != Status::kOk) return status;
+  full_fence();
+  for (const uint64_t pattern : {0xa5a5a5a5a5a5a5a5ull, 0x5a5a5a5a5a5a5a5aull}) {
+    if (Status status = check_pattern(slot, pattern, scratch); status != Status::kOk) return status;
+  }
+  return Status::kOk;
+}
+
+// Writes the pattern over page, checksums and record (but not the generation) and reads all of it back.
+Status Volume::check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) noexcept {
+  const size_t page_bytes = header_.slot_bytes;
+  const size_t checksum_bytes = sizeof(uint32_t) * header_.layers;
+  const size_t record_bytes = kRecordBytes - kGenerationBytes;
+  const size_t most = std::max(page_bytes, std::max(checksum_bytes, record_bytes));
+  std::byte* out = scratch.target(most);
+  std::byte* in = scratch.source(most);
+  if (out == nullptr || in == nullptr) return Status::kIOError;
+  for (size_t i = 0; i + sizeof(uint64_t) <= most; i += sizeof(uint64_t)) {
+    const uint64_t word = pattern ^ i;
+    std::memcpy(out + i, &word, sizeof(word));
+  }
+  for (size_t i = most / 8 * 8; i < most; ++i) out[i] = static_cast<std::byte>(pattern);
+
+  Status status;
+  if (by_mapping()) {
+    status = guard::copy(mapping_ + page_offset(slot), out, page_bytes, nullptr);
+    copy_fence();
+    if (status == Status::kOk) status = guard::copy(in, mapping_ + page_offset(slot), page_bytes, nullptr);
+  } else {
+    status = from_errno(file::pwrite_all(pages_fd(), out, page_bytes, page_offset(slot)));
+    if (status == Status::kOk) status = from_errno(file::pread_all(pages_fd(), in, page_bytes, page_offset(slot)));
+  }
+  if (status != Status::kOk) return status;
+  copy_fence();
+  if (std::memcmp(in, out, page_bytes) != 0) return Status::kChecksum;
+
+  struct Piece {
+    uint64_t offset;
+    size_t bytes;
+  };
+  for (const Piece& piece : {Piece{checksums_offset(slot), checksum_bytes},
+                             Piece{record_offset(slot) + kGenerationBytes, record_bytes}}) {
+    status = write_metadata(piece.offset, out, piece.bytes);
+    copy_fence();
+    if (status == Status::kOk) status = read_metadata(piece.offset, in, piece.bytes);
+    if (status != Status::kOk) return status;
+    copy_fence();
+    if (std::memcmp(in, out, piece.bytes) != 0) return Status::kChecksum;
+  }
+  return Status::kOk;
+}
+
+// --- adoption
+
+Status Volume::recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept {
+  pages->clear();
+  *damaged = 0;
+  uint64_t freed = 0;
+  try {
+    std::vector<uint64_t> stamps;
+    Status status = scan_recency(&stamps);
+    if (status == Status::kOk) status = scan_records(epoch, stamps, pages, damaged, &freed);
+    if (status == Status::kOk) status = drop_duplicates(pages, &freed);
+    if (status != Status::kOk) pages->clear();
+    // One jump of the counter in place of an entry for each: whoever follows the ring reads all records.
+    if (status == Status::kOk && freed > 0) status = skip_ring();
+    return status;
+  } catch (const std::bad_alloc&) {
+    pages->clear();
+    return Status::kIOError;
+  }
+}
+
+Status Volume::scan_recency(std::vector<uint64_t>* stamps) {
+  stamps->resize(header_.slots);
+  std::vector<std::byte> chunk(kChunkBytes / kRecencyBytes * kRecencyBytes);
+  const auto slots_a_chunk = static_cast<uint32_t>(chunk.size() / kRecencyBytes);
+  for (uint32_t first = 0; first < header_.slots; first += slots_a_chunk) {
+    const uint32_t count = std::min(slots_a_chunk, header_.slots - first);
+    Status status = read_metadata(header_.recency_offset + uint64_t{kRecencyBytes} * first, chunk.data(),
+                                  size_t{kRecencyBytes} * count);
+    if (status != Status::kOk) return status;
+    copy_fence();
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint64_t stamp = first_word(chunk.data() + size_t{kRecencyBytes} * i);
+      if (stamp >= kStampLimit) continue;
+      (*stamps)[first + i] = stamp;
+      next_stamp_ = std::max(next_stamp_, stamp + 1);
+    }
+  }
+  return Status::kOk;
+}
+
+Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
+                            uint64_t* damaged, uint64_t* freed) {
+  std::vector<std::byte> chunk(kChunkBytes / kRecordBytes * kRecordBytes);
+  const auto slots_a_chunk = static_cast<uint32_t>(chunk.size() / kRecordBytes);
+  for (uint32_t first = 0; first < header_.slots; first += slots_a_chunk) {
+    const uint32_t count = std::min(slots_a_chunk, header_.slots - first);
+    Status status = read_metadata(record_offset(first), chunk.data(), size_t{kRecordBytes} * count);
+    if (status != Status::kOk) return status;
+    copy_fence();
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t slot = first + i;
+      const std::byte* bytes = chunk.data() + size_t{kRecordBytes} * i;
+      const uint64_t generation = first_word(bytes);
+      if (generation == 0 || generation % 2 == 1) {
+        if (generation >= kGenerationLimit - 1) ++*damaged;  // at its limit: never used again
+        continue;
+      }
+      SlotRecord record;
+      const bool right = SlotRecord::decode(bytes, &record) && record.label.kind == header_.kind &&
+                         record.length == header_.page_bytes;
+      if (right && record.label.epoch == epoch) {
+        pages->push_back({slot, record.label, generation, stamps[slot]});
+        continue;
+      }
+      if (!right) ++*damaged;
+      ++*freed;
+      if (status = store_generation(slot, generation + 1); status != Status::kOk) return status;
+    }
+  }
+  return Status::kOk;
+}
+
+// Sorted, not hashed: keys were chosen by whoever wrote the volume.
+Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, uint64_t* freed) {
+  std::vector<uint32_t> order(pages->size());
+  std::iota(order.begin(), order.end(), 0u);
+  const auto key_order = [](const Key& a, const Key& b) {
+    if (a.length != b.length) return a.length < b.length ? -1 : 1;
+    return std::memcmp(a.bytes.data(), b.bytes.data(), a.length);
+  };
+  std::sort(order.begin(), order.end(), [&](uint32_t i, uint32_t j) {
+    const RecoveredPage &a = (*pages)[i], &b = (*pages)[j];
+    if (const int keys = key_order(a.label.key, b.label.key); keys != 0) return keys < 0;
+    if (a.stamp != b.stamp) return a.stamp > b.stamp;
+    if (a.generation != b.generation) return a.generation > b.generation;
+    return a.slot < b.slot;
+  });
+  std::vector<bool> loses(pages->size());
+  for (size_t i = 1; i < order.size(); ++i) {
+    const RecoveredPage& page = (*pages)[order[i]];
+    if (!(page.label.key == (*pages)[order[i - 1]].label.key)) continue;
+    if (Status status = store_generation(page.slot, page.generation + 1); status != Status::kOk) return status;
+    loses[order[i]] = true;
+    ++*freed;
+  }
+  size_t kept = 0;
+  for (size_t i = 0; i < pages->size(); ++i) {
+    if (!loses[i]) (*pages)[kept++] = (*pages)[i];
+  }
+  pages->resize(kept);
+  return Status::kOk;
+}
+
+Status Volume::write_recency(const uint32_t* slots, size_t count) noexcept {
+  if (count == 0) return Status::kOk;
+  for (size_t i = 0; i < count; ++i) {
+    if (slots[i] >= header_.slots) return Status::kInvalid;
+  }
+  const uint64_t first_stamp = next_stamp_;
+  next_stamp_ += count;
+  if (by_mapping()) {
+    for (size_t i = 0; i < count; ++i) {
+      const Status status =
+          store_word(header_.recency_offset + uint64_t{kRecencyBytes} * slots[i], first_stamp + i);
+      if (status != Status::kOk) return status;
+    }
+    return Status::kOk;
+  }
+  // One read and one write of all that lies between, in place of a call for each slot.
+  const auto [least, most] = std::minmax_element(slots, slots + count);
+  const uint64_t offset = header_.recency_offset + uint64_t{kRecencyBytes} * *least;
+  const size_t bytes = size_t{kRecencyBytes} * (*most - *least + 1);
+  try {
+    std::vector<std::byte> entries(bytes);
+    if (Status status = read_metadata(offset, entries.data(), bytes); status != Status::kOk) return status;
+    for (size_t i = 0; i < count; ++i) {
+      const uint64_t stamp = first_stamp + i;
+      std::memcpy(entries.data() + size_t{kRecencyBytes} * (slots[i] - *least), &stamp, sizeof(stamp));
+    }
+    return write_metadata(offset, entries.data(), bytes);
+  } catch (const std::bad_alloc&) {
+    return Status::kIOError;
+  }
+}
+
+Status Volume::write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept {
+  VolumeHeader changed = header_;
+  changed.boot_id = boot_id;
+  std::array<std::byte, kHeaderBytes> bytes;
+  changed.encode(bytes.data());
+  // One pwrite of one page-cache page, in either medium: a reader or a kill finds the old header or the new one.
+  const Status status = from_errno(file::pwrite_all(metadata_.get(), bytes.data(), bytes.size(), 0));
+  if (status == Status::kOk) header_ = changed;
+  return status;
+}
+
+Status Volume::prefault(const std::atomic<bool>* stop) noexcept {
+  if (mapping_ == nullptr) return Status::kOk;
+  bool populate = true;
+  for (uint64_t first = 0; first < header_.metadata_bytes; first += kPrefaultStep) {
+    if (stop->load(std::memory_order_relaxed)) return Status::kCancelled;
+    if (!by_mapping()) return Status::kOk;
+    const uint64_t bytes = std::min(kPrefaultStep, header_.metadata_bytes - first);
+    if (populate) {
+      int result = 0;
+      do {
+        result = ::madvise(mapping_ + first, bytes, MADV_POPULATE_WRITE);
+      } while (result != 0 && (errno == EINTR || errno == EAGAIN));
+      if (result == 0) continue;
+      if (errno != EINVAL) return errno == EFAULT ? Status::kBusFault : Status::kIOError;
+      populate = false;  // a kernel before 5.14
+    }
+    const Status status = touch(mapping_ + first, bytes);
+    if (status != Status::kOk) return status;
+  }
+  return Status::kOk;
+}
+
+// --- another's page
+
+namespace {
+
+// Step 3 of FORMAT.md 4: the page into target, the checksum of each layer delivered into `found`.
+Status deliver(const PageShape& shape, const VolumeHeader& header, int pages, const std::byte* mapping, uint32_t slot,
+               uint32_t page_seed, std::byte* target, uint32_t* found) noexcept {
+  const uint64_t offset = header.pages_offset + header.slot_bytes * slot;
+  Scratch bounce;
+  const std::byte* delivered = target;
+  if (mapping == nullptr) {
+    // O_DIRECT wants address and length aligned; a caller's buffer that already is needs no second copy.
+    const bool aligned = reinterpret_cast<uintptr_t>(target) % header.alignment == 0 &&
+                         header.page_bytes == header.slot_bytes;
+    const bool shared = header.medium == VolumeMedium::kShared;
+    std::byte* landing = shared || aligned ? target : bounce.source(header.slot_bytes);
+    if (landing == nullptr) return Status::kIOError;
+    const size_t bytes = landing == target ? header.page_bytes : header.slot_bytes;
+    if (file::pread_all(pages, landing, bytes, offset) < 0) return Status::kIOError;
+    delivered = landing;
+  }
+  for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+    const uint64_t at = shape.layer_offset(layer);
+    const uint64_t bytes = shape.layer_bytes(layer);
+    uint32_t crc = PageShape::layer_seed(page_seed, layer);
+    Status status = Status::kOk;
+    if (mapping != nullptr) {
+      status = guard::copy(target + at, mapping + offset + at, bytes, &crc);
+    } else if (delivered == target) {
+      crc = crc32c(crc, target + at, bytes);
+    } else {
+      crc = crc32c_copy(crc, target + at, delivered + at, bytes);
+    }
+    if (status != Status::kOk) return status;
+    found[layer] = crc;
+  }
+  copy_fence();
+  return Status::kOk;
+}
+
+}  // namespace
+
+Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages,
+                         const std::byte* mapping, uint32_t slot, uint64_t generation, const Label& wanted,
+                         std::byte* target) noexcept {
+  if (slot >= header.slots || !holds_page(generation)) return Status::kInvalid;
+  if (shape.layers() != header.layers || shape.page_bytes() != header.page_bytes ||
+      shape.fingerprint() != header.fingerprint)
+    return Status::kInvalid;
+  const uint64_t record_offset = header.records_offset + uint64_t{kRecordBytes} * slot;
+  // What looks damaged and was rewritten meanwhile is only stale.
+  const auto verdict = [&](Status damage) {
+    uint64_t now = 0;
+    acquire_fence();
+    if (file::pread_all(metadata, &now, sizeof(now), record_offset) < 0) return Status::kIOError;
+    return now == generation ? damage : Status::kStale;
+  };
+
+  std::array<std::byte, kRecordBytes> bytes;
+  if (file::pread_all(metadata, bytes.data(), bytes.size(), record_offset) < 0) return Status::kIOError;
+  if (first_word(bytes.data()) != generation) return Status::kStale;
+  SlotRecord record;
+  if (!SlotRecord::decode(bytes.data(), &record)) return verdict(Status::kChecksum);
+  if (!same_page(record.label, wanted)) return Status::kStale;
+  if (record.length != header.page_bytes) return verdict(Status::kChecksum);
+
+  std::vector<uint32_t> expected, found;
+  if (resize_checksums(&expected, header.layers) != Status::kOk) return Status::kIOError;
+  if (resize_checksums(&found, header.layers) != Status::kOk) return Status::kIOError;
+  const size_t checksum_bytes = sizeof(uint32_t) * header.layers;
+  const uint64_t checksums_offset = header.checksums_offset + checksum_bytes * slot;
+  if (file::pread_all(metadata, expected.data(), checksum_bytes, checksums_offset) < 0) return Status::kIOError;
+  if (crc32c(0, expected.data(), checksum_bytes) != record.page_checksum) return verdict(Status::kChecksum);
+
+  const Status status =
+      deliver(shape, header, pages, mapping, slot, shape.page_seed(wanted), target, found.data());
+  if (status != Status::kOk) return status;
+  return verdict(found == expected ? Status::kOk : Status::kChecksum);
+}
+
+}  // namespace stepwell

@@ -1,0 +1,67 @@
+#include <stdexcept>
+#include <utility>
+
+#include "volume.h"
+
+namespace stepwell {
+
+uint32_t VolumeSet::add(std::shared_ptr<Volume> volume) {
+  if (volume == nullptr) throw std::invalid_argument("no volume given");
+  if (volume->does_io() != does_io_) throw std::invalid_argument("a set holds volumes of one medium only");
+  if (volume->header().slots > 1u << kSlotBits) {
+    throw std::invalid_argument("a volume of " + std::to_string(volume->header().slots) +
+                                " slots cannot be part of a set: at most 2^20");
+  }
+  const std::lock_guard lock(mutex_);
+  uint32_t number = 0;
+  while (number < owners_.size() && owners_[number] != nullptr) ++number;
+  if (number == kMaxVolumes) throw std::length_error("a tier holds at most 4096 volumes");
+  if (number == owners_.size()) owners_.emplace_back();
+  table_[number].store(volume.get(), std::memory_order_release);
+  owners_[number] = std::move(volume);
+  return number;
+}
+
+std::shared_ptr<Volume> VolumeSet::remove(uint32_t number) {
+  const std::lock_guard lock(mutex_);
+  if (number >= owners_.size()) return nullptr;
+  table_[number].store(nullptr, std::memory_order_release);
+  return std::exchange(owners_[number], nullptr);
+}
+
+std::shared_ptr<Volume> VolumeSet::get(uint32_t number) const {
+  const std::lock_guard lock(mutex_);
+  return number < owners_.size() ? owners_[number] : nullptr;
+}
+
+Volume* VolumeSet::volume_of(uint32_t slot) const noexcept {
+  return table_[slot >> kSlotBits].load(std::memory_order_acquire);
+}
+
+Status VolumeSet::prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept {
+  Volume* volume = volume_of(slot);
+  return volume == nullptr ? Status::kInvalid : volume->prepare_read(slot & kSlotMask, label, scratch, source);
+}
+
+Status VolumeSet::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept {
+  Volume* volume = volume_of(slot);
+  return volume == nullptr ? Status::kInvalid : volume->begin_write(slot & kSlotMask, scratch, target);
+}
+
+Status VolumeSet::finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                               const PageTarget& target) noexcept {
+  Volume* volume = volume_of(slot);
+  return volume == nullptr ? Status::kInvalid : volume->finish_write(slot & kSlotMask, label, checksums, target);
+}
+
+Status VolumeSet::retire(uint32_t slot) noexcept {
+  Volume* volume = volume_of(slot);
+  return volume == nullptr ? Status::kInvalid : volume->retire(slot & kSlotMask);
+}
+
+Status VolumeSet::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {
+  Volume* volume = volume_of(slot);
+  return volume == nullptr ? Status::kInvalid : volume->rewrite_and_check(slot & kSlotMask, scratch);
+}
+
+}  // namespace stepwell
