@@ -40,7 +40,7 @@ def trace(tmp_path: Path) -> Callable[[str], Path]:
 
 def test_a_block_is_a_page_and_equal_ids_are_equal_tokens(trace: Callable[[str], Path]) -> None:
     first, second, third = read_trace(trace(LINES)).requests
-    assert [len(request.tokens) for request in (first, second, third)] == [41, 32, 33]
+    assert [len(request.tokens) for request in (first, second, third)] == [40, 32, 33]
     assert [request.output_tokens for request in (first, second, third)] == [10, 10, 1]
     assert [request.id for request in (first, second, third)] == [0, 1, 2]
     assert first.tokens.dtype == np.int32
@@ -54,9 +54,14 @@ def test_a_block_is_a_page_and_equal_ids_are_equal_tokens(trace: Callable[[str],
 def test_a_partial_block_without_an_id_is_the_requests_own(trace: Callable[[str], Path]) -> None:
     path = trace(line(700, [0]) + "\n" + line(700, [0]) + "\n" + line(200, []) + "\n")
     first, second, third = read_trace(path).requests
-    assert [len(request.tokens) for request in (first, second, third)] == [22, 22, 7]
+    assert [len(request.tokens) for request in (first, second, third)] == [21, 21, 6]
     np.testing.assert_array_equal(first.tokens[:16], second.tokens[:16])
     assert (first.tokens[16:] != second.tokens[16:]).any()
+
+
+def test_a_partial_block_never_becomes_a_whole_page(trace: Callable[[str], Path]) -> None:
+    path = trace(line(511, [0]) + "\n" + line(513, [0, 1]) + "\n")
+    assert [len(request.tokens) for request in read_trace(path).requests] == [15, 17]
 
 
 def test_a_seed_changes_tokens_and_not_their_sharing(trace: Callable[[str], Path]) -> None:
@@ -104,7 +109,7 @@ def test_what_does_not_fit_the_context_is_cut_to_a_prefix_and_counted(
     first = cut.requests[0]
     assert len(first.tokens) + first.output_tokens == 100
     np.testing.assert_array_equal(first.tokens, whole.requests[0].tokens[:75])
-    assert len(cut.requests[1].tokens) == 19
+    assert len(cut.requests[1].tokens) == 18
 
 
 def test_a_limit_stops_before_the_next_line(trace: Callable[[str], Path]) -> None:

@@ -102,7 +102,7 @@ def read_trace(
         wanted = max(1, line.output_length // scale)
         output_tokens = min(wanted, max_tokens // 4)
         full, rest = divmod(line.input_length, TRACE_BLOCK_TOKENS)
-        length = full * page_tokens + -(-rest // scale)
+        length = full * page_tokens + (max(1, rest // scale) if rest else 0)
         kept = min(length, max_tokens - output_tokens)
         named = [*line.hash_ids, _UNNAMED + len(requests)]
         blocks = np.array(named[: -(-kept // page_tokens)], np.uint64)
