@@ -150,7 +150,7 @@ def lend(
     streams = geometry.streams
     for number, view in enumerate(views):
         layer, stream = divmod(number, streams)
-        heads, dim = geometry.layer_heads(layer)
+        heads, dim = geometry.head_dims[layer]
         want = (slots, geometry.page_tokens, heads, dim)
         if view.shape != want:
             raise GeometryError(
@@ -290,7 +290,7 @@ def _from_pointers(geometry: PageGeometry, shape: _core.PageShape, given: PoolPo
         raise GeometryError(
             f"{base.size} addresses, but {geometry.layers} layers of {geometry.streams} streams take {count}"
         )
-    heads = np.array([geometry.layer_heads(i // geometry.streams) for i in range(count)], dtype=np.uint64)
+    heads = np.array([geometry.head_dims[i // geometry.streams] for i in range(count)], dtype=np.uint64)
 
     def spread(value: int | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.int64), (count,)))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from stepwell.demo.record import Record
 from stepwell.demo.transformer import CHUNK_TOKENS, Model
 from stepwell.demo.workload import Request
+from stepwell.hashing import Namespace
 from stepwell.sequence import Sequence as RunningSequence
 from stepwell.store import PageStore
 
@@ -65,16 +66,20 @@ class Engine:
     Threads: one; it owns the device pool.
     """
 
-    def __init__(self, store: PageStore, model: Model, options: EngineOptions) -> None:
+    def __init__(
+        self, store: PageStore, model: Model, options: EngineOptions, *, history: Record | None = None
+    ) -> None:
+        """Args: history: where the earlier turns of conversations stand that this engine did not serve itself."""
         self._store = store
         self._model = model
         self._options = options
         self._running: list[Running] = []
         self._suspended: deque[Running] = deque()
         self._answers: dict[int, Tokens] = {}
-        self._first_answer: dict[int, int] = {}  # where a conversation's first generated token stands
         self._tables = np.zeros((options.batch, model.config.max_pages), dtype=np.int32)
+        self._history = history
         self.preemptions = 0
+        self.computed_tokens = 0
         self.rounds = 0
 
     def serve(
@@ -117,24 +122,45 @@ class Engine:
         held: list[Request] = []
         while waiting and len(self._running) < self._options.batch:
             request = waiting.popleft()
-            if request.follows is not None and request.follows not in self._answers:
+            if request.follows is not None and not self._is_answered(request.follows):
                 held.append(request)  # its conversation's earlier turn is not answered yet
                 continue
             prompt = self._prompt(request)
             forced = None if replay is None else replay.answer(request.id)
             running = Running(request, prompt, forced, None, admitted_at=time.perf_counter())
-            running.sequence = self._store.open(prompt, request_id=str(request.id))
-            first_answer = self._first_answer.get(request.follows, prompt.size) if request.follows is not None else prompt.size
-            self._first_answer[request.id] = min(first_answer, prompt.size)
-            record.begin(request.id, exact_until=self._first_answer[request.id])
+            alone = None if self._options.reuse else Namespace(salt=f"request {request.id}")
+            running.sequence = self._store.open(prompt, namespace=alone, request_id=str(request.id))
+            record.begin(request.id, exact_until=self._exact_until(request, prompt, record))
             self._running.append(running)
         waiting.extendleft(reversed(held))
+
+    def _is_answered(self, request: int) -> bool:
+        return request in self._answers or (self._history is not None and request in self._history.served)
+
+    def _so_far(self, request: int) -> Tokens:
+        """Prompt and answer of a request that was served, by this engine or before."""
+        if request in self._answers:
+            return self._answers[request]
+        assert self._history is not None
+        served = self._history.served[request]
+        assert served.prompt is not None
+        assert served.answer is not None
+        return np.concatenate([served.prompt, served.answer])
+
+    def _exact_until(self, request: Request, prompt: Tokens, record: Record) -> int:
+        """Where the first generated token of the conversation stands."""
+        if request.follows is None:
+            return int(prompt.size)
+        for known in (record, self._history):
+            if known is not None and request.follows in known.served:
+                return min(known.served[request.follows].exact_until, int(prompt.size))
+        raise AssertionError(f"request {request.id} follows {request.follows}, which nobody served")
 
     def _prompt(self, request: Request) -> Tokens:
         if request.follows is None:
             prompt = request.tokens
         else:
-            prompt = np.concatenate([self._answers[request.follows], request.tokens])
+            prompt = np.concatenate([self._so_far(request.follows), request.tokens])
         room = self._model.config.max_tokens - request.output_tokens
         return np.ascontiguousarray(prompt[:room], dtype=np.int32)
 
@@ -221,11 +247,13 @@ class Engine:
             rows = np.asarray(chunk_logits)[:length]
             record.add(prefill.request.id, prefill.computed, rows)
             prefill.computed += length
+            self.computed_tokens += length
             moved.append(prefill)
         if batch_logits is not None:
             for running, row in zip(decodes, np.asarray(batch_logits), strict=False):
                 record.add(running.request.id, running.total - 1, row[None])
                 running.computed = running.total
+            self.computed_tokens += len(decodes)
         store.publish([r.open_sequence for r in moved], [r.computed for r in moved])
         for running in moved:
             if running.computed == running.total:

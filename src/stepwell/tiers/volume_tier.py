@@ -18,7 +18,7 @@ import numpy.typing as npt
 from stepwell import _core
 from stepwell.clock import Clock
 from stepwell.config import DiskTier, SharedTier, floor_bytes, parse_size, volume_bytes
-from stepwell.errors import StepwellError, TierIOError, VolumeError
+from stepwell.errors import BudgetError, StepwellError, TierIOError, VolumeError
 from stepwell.index import Index, Tier
 from stepwell.tiers.base import Recovered
 from stepwell.tiers.volumes import CoreHeaders, DirectoryConfig, HeldVolume, Machine, TierDirectory
@@ -74,6 +74,7 @@ class VolumeTier:
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
         self._recency_at = clock.monotonic()
+        self._machine = machine if machine is not None else Machine(clock=clock)
         self._directory = TierDirectory(
             DirectoryConfig(
                 path=config.path,
@@ -85,7 +86,7 @@ class VolumeTier:
                 epoch=epoch,
             ),
             CoreHeaders(shape),
-            machine=machine if machine is not None else Machine(clock=clock),
+            machine=self._machine,
         )
 
     @property
@@ -135,10 +136,15 @@ class VolumeTier:
             self._start_leaving(index)
         self._stamp_recency(index)
         free = index.claimable(self._tier)
-        if free >= low_pages and not self._directory.is_starving:
+        if free >= low_pages and self._directory.lacking_bytes == 0:
             return 0
-        if self._may_try_to_grow() and self._grow(index):
-            return 0
+        if self._may_try_to_grow():
+            try:
+                if self._grow(index):
+                    return 0
+            except BudgetError as error:  # the capacity allows more than the machine has left now
+                self._full_at = self._clock.monotonic()
+                _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
         return high_pages - free if free < low_pages else 0
 
     def close(self, index: Index) -> None:
@@ -189,7 +195,7 @@ class VolumeTier:
         found = Recovered(0, 0)
         try:
             if held.is_rebooted:
-                volume.write_boot_id(self._directory.boot_id)
+                volume.write_boot_id(self._machine.boot_id())
             if not held.is_adopted:
                 volume.prefault(self._stop)  # ahead of need: no save pays for the first touch
             index.add_slots(self._tier, base, count, True)

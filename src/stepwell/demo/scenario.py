@@ -1,0 +1,102 @@
+"""Say what one serving process of the demo does: sizes, requests, and what it is held against. Crosses processes as JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from stepwell.demo.workload import Request, Trace, conversations, read_trace
+
+Mode = Literal["tiers", "unbounded", "recompute"]
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Size tiers so that pages travel: the device holds a few requests, shared memory a part of what disk holds.
+
+    Pages of 32 KiB. host_pages, shared_bytes, disk_bytes: capacities. batch: sequences at once.
+    """
+
+    device_pages: int = 160
+    host_pages: int = 48
+    shared_bytes: int = 8 << 20
+    shared_volume_bytes: int = 4 << 20
+    disk_bytes: int = 512 << 20
+    disk_volume_bytes: int = 16 << 20
+    batch: int = 4
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One serving process.
+
+    mode: "tiers": all four; "unbounded": a device pool that holds everything; "recompute": that, and no request finds anything.
+    requests: how many of the list; first: where it starts. trace: a Mooncake file, else the generator. record: where the logits go.
+    replay: a record whose answers are given again. serve_on: after the record is saved, serve other requests until killed.
+    swap_staged_page: the negative control: two pages on their way to the device change places, behind every check.
+    """
+
+    mode: Mode
+    seed: int
+    requests: int
+    users: int
+    turns: int
+    trace: str | None
+    sizes: Sizes
+    shared_path: str
+    disk_path: str
+    compilation_cache: str
+    record: str
+    first: int = 0
+    replay: str | None = None
+    serve_on: bool = False
+    swap_staged_page: bool = False
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request went. found: tokens of its prefix by tier. wait: seconds until the prefix was on the device.
+
+    first_token: seconds from admission to the first token.
+    """
+
+    request: int
+    prompt: int
+    found: dict[str, int]
+    wait: float
+    first_token: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a serving process did. bytes by tier are payload; misses by reason, in pages."""
+
+    mode: Mode
+    requests: int
+    prompt_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    reused_tokens: dict[str, int]
+    bytes_read: dict[str, int]
+    bytes_written: dict[str, int]
+    misses: dict[str, int]
+    evicted_pages: dict[str, int]
+    checksum_failures: int
+    preemptions: int
+    opened: float
+    seconds: float
+    served: list[Served]
+
+
+def requests_of(scenario: Scenario, *, vocab: int, max_tokens: int) -> tuple[list[Request], Trace | None]:
+    """Return the requests of a scenario, and the trace they came from."""
+    if scenario.trace is not None:
+        trace = read_trace(
+            scenario.trace,
+            limit=scenario.first + scenario.requests,
+            vocab=vocab,
+            max_tokens=max_tokens,
+            seed=scenario.seed,
+        )
+        return list(trace.requests[scenario.first :]), trace
+    drawn = conversations(
+        scenario.seed, users=scenario.users, turns=scenario.turns, vocab=vocab, max_tokens=max_tokens
+    )
+    return list(drawn[scenario.first : scenario.first + scenario.requests]), None

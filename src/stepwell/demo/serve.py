@@ -1,0 +1,168 @@
+"""Run one serving process of the demo: `python -m stepwell.demo.serve SCENARIO`, JSON lines on standard output.
+
+    {"ready": seconds}   {"finished": request}   ...   {"summary": {...}}   {"serving_on": true}   {"finished": ...} ... until killed
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
+from stepwell.demo.engine import Engine, EngineOptions, Running
+from stepwell.demo.record import Record
+from stepwell.demo.scenario import Scenario, Served, Summary, requests_of
+from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cache, make_model
+from stepwell.demo.workload import Request, conversations
+from stepwell.store import PageStore
+
+
+def say(**message: object) -> None:
+    """Print one JSON line at once."""
+    sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
+    sys.stdout.flush()
+
+
+def open_store(scenario: Scenario, config: ModelConfig, tokens: int) -> PageStore:
+    """Open the store that a scenario asks for; `tokens`: as many as an unbounded pool must hold."""
+    geometry = config.geometry()
+    sizes = scenario.sizes
+    if scenario.mode != "tiers":
+        pages = -(-tokens // config.page_tokens) + config.max_pages * sizes.batch
+        return PageStore(
+            StoreConfig(geometry=geometry, device=DeviceTier(pages=pages), host=16 * geometry.page_bytes)
+        )
+    return PageStore(
+        StoreConfig(
+            geometry=geometry,
+            device=DeviceTier(pages=sizes.device_pages),
+            host=sizes.host_pages * geometry.page_bytes,
+            shared=SharedTier(
+                capacity=sizes.shared_bytes, path=scenario.shared_path, volume_bytes=sizes.shared_volume_bytes
+            ),
+            disk=DiskTier(capacity=sizes.disk_bytes, path=scenario.disk_path, volume_bytes=sizes.disk_volume_bytes),
+        )
+    )
+
+
+def summarize(store: PageStore, scenario: Scenario, engine: Engine, done: list[Served], tokens: Totals) -> Summary:
+    """Add up what a run did."""
+    stats = store.stats()
+    reused: dict[str, int] = {}
+    for served in done:
+        for tier, found in served.found.items():
+            reused[tier] = reused.get(tier, 0) + found
+    return Summary(
+        mode=scenario.mode,
+        requests=len(done),
+        prompt_tokens=sum(served.prompt for served in done),
+        computed_tokens=engine.computed_tokens,
+        generated_tokens=tokens.generated,
+        reused_tokens=reused,
+        bytes_read={name: tier.bytes_read for name, tier in stats.tiers.items()},
+        bytes_written={name: tier.bytes_written for name, tier in stats.tiers.items()},
+        misses=stats.misses,
+        evicted_pages=stats.evicted_pages,
+        checksum_failures=stats.checksum_failures,
+        preemptions=engine.preemptions,
+        opened=tokens.opened,
+        seconds=tokens.seconds,
+        served=done,
+    )
+
+
+class Totals:
+    """Times and counts of a run."""
+
+    def __init__(self) -> None:
+        self.opened = 0.0
+        self.seconds = 0.0
+        self.generated = 0
+
+
+def warm_up(store: PageStore, model: Model, batch: int) -> None:
+    """Compile every shape on the scratch slot, so that no request waits for a compiler."""
+    store.device.warm()
+    table = np.full(model.config.max_pages, store.device.scratch_slot, dtype=np.int32)
+    with store.device.step() as pool:
+        pool.arrays, _ = model.prefill_chunk(
+            model.weights, pool.arrays, np.zeros(64, np.int32), np.int32(0), np.int32(0), table
+        )
+        pool.arrays, logits = model.decode(
+            model.weights,
+            pool.arrays,
+            np.zeros(batch, np.int32),
+            np.zeros(batch, np.int32),
+            np.tile(table, (batch, 1)),
+            np.zeros(batch, np.bool_),
+        )
+    logits.block_until_ready()
+
+
+def main(argument: str) -> int:
+    """Serve a scenario."""
+    scenario = msgspec.json.decode(argument, type=Scenario)
+    enable_compilation_cache(scenario.compilation_cache)
+    config = ModelConfig(seed=scenario.seed)
+    model = make_model(config)
+    requests, _ = requests_of(scenario, vocab=config.vocab, max_tokens=config.max_tokens)
+    replay = None if scenario.replay is None else Record.load(Path(scenario.replay))
+    totals, done = Totals(), []
+    started = time.perf_counter()
+    needed = sum(r.tokens.size + r.output_tokens for r in requests) + config.max_tokens * scenario.sizes.batch
+    with open_store(scenario, config, needed) as store:
+        if scenario.swap_staged_page:
+            from stepwell.testing.faults import swap_staged_pages
+
+            swap_staged_pages(store)
+        totals.opened = time.perf_counter() - started
+        warm_up(store, model, scenario.sizes.batch)
+        say(ready=time.perf_counter() - started)
+        engine = Engine(
+            store, model, EngineOptions(batch=scenario.sizes.batch, reuse=scenario.mode != "recompute"), history=replay
+        )
+        record = Record()
+
+        def finished(running: Running) -> None:
+            assert running.ready_at is not None
+            assert running.first_token_at is not None
+            totals.generated += len(running.produced)
+            done.append(
+                Served(
+                    request=running.request.id,
+                    prompt=int(running.prompt.size),
+                    found=running.found,
+                    wait=running.ready_at - running.admitted_at,
+                    first_token=running.first_token_at - running.admitted_at,
+                )
+            )
+            say(finished=running.request.id)
+
+        began = time.perf_counter()
+        engine.serve(requests, record=record, replay=replay, on_finished=finished)
+        totals.seconds = time.perf_counter() - began
+        store.flush(30.0)
+        record.save(Path(scenario.record))
+        say(summary=summarize(store, scenario, engine, done, totals))
+        if scenario.serve_on:
+            say(serving_on=True)
+            _serve_until_killed(scenario, engine, config)
+    return 0
+
+
+def _serve_until_killed(scenario: Scenario, engine: Engine, config: ModelConfig) -> None:
+    """Serve requests that nobody has seen, so that the kill finds saves under way."""
+    others = conversations(scenario.seed + 1, users=64, turns=2, vocab=config.vocab, max_tokens=config.max_tokens)
+    renumbered = [
+        Request(r.id + 10**6, r.tokens, r.output_tokens, r.conversation, None if r.follows is None else r.follows + 10**6)
+        for r in others
+    ]
+    engine.serve(renumbered, record=Record(), on_finished=lambda running: say(finished=running.request.id))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
