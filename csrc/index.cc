@@ -950,16 +950,18 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
   const size_t page_tokens = pages.page_tokens();
   TreePlace place = tree.walk(root, tokens, total);
   const uint32_t walked = place.depth;
+  const uint32_t start = std::min(first_page, walked);
+  const uint32_t known_from = start > 0 ? start - 1 : 0;
   std::vector<PageId> known;
-  if (first_page < walked) span_pages({place.node, 0, walked, 0}, first_page, walked - first_page, &known);
+  if (walked > 0) span_pages({place.node, 0, walked, 0}, known_from, walked - known_from, &known);
   seek_slots(tiers, total - first_page);
   bool has_sought = false;
-  PageId last = kNoPage;
-  for (uint32_t i = std::min(first_page, walked); i < total; ++i) {
+  PageId last = start > 0 ? known[0] : kNoPage;
+  for (uint32_t i = start; i < total; ++i) {
     PageId page;
     bool fits = true;
     if (i < walked) {
-      page = known[i - first_page];
+      page = known[i - known_from];
       fits = pages.has_key(page, keys[i].bytes.data(), keys[i].length);
     } else {
       page = pages.find(keys[i], kKv, epoch);
