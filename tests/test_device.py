@@ -334,6 +334,13 @@ def test_views_of_a_result_do_not_make_donation_copy(pool: DevicePool) -> None:
     assert not np.concatenate(views).any()
 
 
+def test_padding_leaves_no_stray_host_memory_in_the_hidden_slot(pool: DevicePool) -> None:
+    scattered(pool, [0, 1, 2], painted(pool, [1, 2, 3]))
+    with pool.step() as handle:
+        for array in handle.arrays:
+            assert not np.asarray(array[:, pool.scratch_slot]).any()
+
+
 def test_a_view_of_the_pool_itself_is_counted_as_a_copied_pool(pool: DevicePool) -> None:
     with pool.step() as handle:
         view = np.asarray(handle.arrays[0])
@@ -567,6 +574,9 @@ def test_buckets_beyond_the_bound_of_a_step_are_left_out() -> None:
     shape = geometry()
     assert DevicePool(shape, 8, max_step_bytes=5 * shape.page_bytes).buckets == (1, 2, 4)
     assert DevicePool(shape, 8, max_step_bytes=1).buckets == (1,)
+    large = geometry(layers=4, kv_heads=8, head_dim=128, page_tokens=128)
+    assert large.page_bytes == 4 << 20
+    assert DevicePool(large, 2).buckets == (1, 2, 4)
 
 
 def test_misuse_is_refused_and_changes_nothing(pool: DevicePool) -> None:
@@ -621,7 +631,7 @@ def test_a_scatter_works_in_place_and_makes_no_pass_over_the_pool(dtype: str) ->
         compiled = pool._scatter.lower(handle.arrays, slots, rows).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 4097 * shape.page_bytes
-    assert memory.temp_size_in_bytes < 16 * shape.page_bytes
+    assert memory.temp_size_in_bytes < 4 * shape.page_bytes
 
 
 def test_nothing_compiles_after_warm() -> None:

@@ -63,6 +63,9 @@ Slots = npt.NDArray[np.int64]
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_STEP_BYTES = 64 << 20
 DEFAULT_OUTSTANDING_BYTES = 256 << 20
+# Larger buckets are left out: above 32 MiB malloc maps fresh memory each time, and the faults cost
+# more than the copy (a gather on CPU of 16 MiB 10 GB/s, of 64 MiB 0.7 GB/s).
+MAX_CHUNK_BYTES = 16 << 20
 
 # Names of a PageGeometry that JAX spells differently.
 _DTYPE_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -367,7 +370,8 @@ class DevicePool:
             pages: slots an index may use; the arrays have one more.
             arrays: the engine's own, one a stream; zeros where None.
             sharding: of one stream's array, slots undivided; the first device where None.
-            buckets: page counts to compile for, ascending; those above max_step_bytes are left out.
+            buckets: page counts to compile for, ascending; those above max_step_bytes or
+                MAX_CHUNK_BYTES are left out.
             max_step_bytes: what one entry or drain dispatches; at least one chunk.
             max_outstanding_bytes: of scatters not dispatched and gathers not released, together.
             readiness: who is asked whether a result is there; JAX where None.
@@ -396,7 +400,8 @@ class DevicePool:
         self.array_shape = (self.layers, pages + 1, *stream_shape)
         self._row_shape = (self.layers, self.streams, *stream_shape)
         self.page_bytes = geometry.page_bytes
-        fitting = tuple(b for b in buckets if b * self.page_bytes <= max_step_bytes)
+        most = min(MAX_CHUNK_BYTES, max_step_bytes)
+        fitting = tuple(bucket for bucket in buckets if bucket * self.page_bytes <= most)
         self.buckets = fitting or (buckets[0],)
         self._max_step_bytes = max_step_bytes
         self._max_outstanding_bytes = max_outstanding_bytes
@@ -892,12 +897,21 @@ def _programs(
 ) -> tuple[Callable[..., Arrays], Callable[..., jax.Array]]:
     """Make the two jitted programs; pools of one placement share them and their compilations."""
 
-    # No hint of unique indices: padding repeats the hidden slot. It cost nothing measurable.
+    # A page at a time: XLA updates the donated arrays in place and needs no other memory. One
+    # scatter of all pages transposes them first, into as much memory again (64 pages of 1 MiB on
+    # CPU: 95 ms against 16 ms).
     def scatter(arrays: Arrays, slots: jax.Array, rows: jax.Array) -> Arrays:
-        return tuple(
-            array.at[:, slots].set(jnp.moveaxis(rows[:, :, stream], 0, 1), mode="promise_in_bounds")
-            for stream, array in enumerate(arrays)
-        )
+        def write(index: jax.Array, arrays: Arrays) -> Arrays:
+            zero = jnp.zeros((), slots.dtype)
+            place = (zero, slots[index], zero, zero, zero)
+            page = jax.lax.dynamic_index_in_dim(rows, index, keepdims=False)
+            return tuple(
+                jax.lax.dynamic_update_slice(array, page[:, stream, None], place)
+                for stream, array in enumerate(arrays)
+            )
+
+        written: Arrays = jax.lax.fori_loop(0, len(slots), write, arrays)
+        return written
 
     def gather(arrays: Arrays, slots: jax.Array) -> jax.Array:
         pages = [array.at[:, slots].get(mode="promise_in_bounds") for array in arrays]
