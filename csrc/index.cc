@@ -598,7 +598,7 @@ class Index::Impl {
   }
 
   // Claims row i of `out` for `page`. True if it is new, pending or present in a tier asked for.
-  bool claim_row(PageId page, TierMask tiers, bool pin_new, size_t i, ClaimBatch* out) {
+  bool claim_row(PageId page, TierMask tiers, size_t i, ClaimBatch* out) {
     bool is_new = false, is_there = false;
     for (int tier = 0; tier < kTiers; ++tier) {
       if (!has(tiers, tier)) continue;
@@ -612,7 +612,7 @@ class Index::Impl {
       }
       is_there |= outcome == ClaimOutcome::kPending || outcome == ClaimOutcome::kPresent;
     }
-    if (is_new && pin_new) {
+    if (is_new) {
       add_page_pins(page, 1, true);
       for (int tier = 0; tier < kTiers; ++tier) {
         const size_t column = i * kTiers + at(tier);
@@ -985,7 +985,7 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
       break;
     }
     last = page;
-    if (i >= first_page && !claim_row(page, tiers, true, i - first_page, out)) {
+    if (i >= first_page && !claim_row(page, tiers, i - first_page, out)) {
       out->full_at = i;
       break;
     }
@@ -1053,7 +1053,7 @@ void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, Par
         in.log_touch(before, run);
         run = 0;
       }
-      if (!in.claim_row(page, tiers, true, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
+      if (!in.claim_row(page, tiers, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
       before = page;
     }
     in.log_touch(before, run);
@@ -1078,7 +1078,7 @@ void Index::claim_leased(uint64_t lease_id, Tier tier, const uint8_t* rows, Clai
         Impl::fill_row(out, i, mask(tier), ClaimOutcome::kRefused);
         continue;
       }
-      if (!in.claim_row(ids[i], mask(tier), false, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
+      if (!in.claim_row(ids[i], mask(tier), i, out) && out->full_at == UINT32_MAX) out->full_at = i;
     }
   });
 }

@@ -131,7 +131,7 @@ class Index {
   void claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent, TierMask tiers,
                          ClaimBatch* out);
   // For pages that the caller has pinned by `lease` (all of it): claims those ABSENT in `tier`, e.g. to promote. outcomes[n] of that tier only.
-  // rows: null for all, else only pages i with rows[i] != 0; the others' outcome is kNone.
+  // Page-pins as claim_absent does: the copy has to stay when the lease has gone. rows: null for all, else only pages i with rows[i] != 0; the others' outcome is kNone.
   void claim_leased(uint64_t lease, Tier tier, const uint8_t* rows, ClaimBatch* out);
   // Page-pins up to n RESIDENT pages of the tier whose id is above `after` (kNoPage: from the first), in the order of ids. For passes over all pages.
   void pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <stdexcept>
 #include <system_error>
 #include <unordered_map>
@@ -146,14 +147,15 @@ struct Mover::Impl {
   void end_unit(const Unit& unit) noexcept;
   void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage);
   void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
-  void poison() noexcept;
+  void poison(const char* reason) noexcept;
+  void poison_by_current_exception() noexcept;
   // Runs a continuation whatever it throws: the next one still has to run.
   template <typename Call>
   void surely(Call&& call) noexcept {
     try {
       call();
     } catch (...) {
-      poison();
+      poison_by_current_exception();
     }
   }
 
@@ -165,6 +167,8 @@ struct Mover::Impl {
   const pid_t pid;
 
   std::atomic<bool> is_poisoned{false};
+  mutable std::mutex reason_mutex;            // a leaf: nothing is locked under it
+  std::array<char, 256> poison_reason{};      // GUARDED_BY(reason_mutex); the first one, of fixed size: noting it must not throw
   std::array<std::atomic<uint64_t>, kTiers> bytes_read{}, bytes_written{};
   std::atomic<uint64_t> checksum_failures{0}, bus_faults{0}, io_errors{0}, transfers{0}, commits{0}, aborts{0};
 
@@ -315,7 +319,7 @@ void Mover::Impl::run_unit(const Unit& unit, Worker& worker) noexcept {
       }
     }
   } catch (...) {
-    poison();
+    poison_by_current_exception();
   }
   // Whatever happened above, each page leaves this stage decided; a second time does nothing.
   for (uint32_t i = 0; i < unit.plan.count; ++i) settle_stage(transfer, order[unit.plan.first + i], unit.stage);
@@ -700,9 +704,23 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
   if (live.empty()) idle.notify_all();
 }
 
-void Mover::Impl::poison() noexcept {
+void Mover::Impl::poison(const char* reason) noexcept {
+  {
+    const std::lock_guard lock(reason_mutex);
+    if (poison_reason[0] == '\0') std::snprintf(poison_reason.data(), poison_reason.size(), "%s", reason);
+  }
   is_poisoned.store(true, std::memory_order_relaxed);
   index->poison();
+}
+
+void Mover::Impl::poison_by_current_exception() noexcept {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    poison(error.what());
+  } catch (...) {
+    poison("an exception of unknown type");
+  }
 }
 
 // ---- the mover -------------------------------------------------------------------------------------------------
@@ -836,6 +854,11 @@ MoverStats Mover::stats() const {
   stats.queued_copy = impl.queues[kCopyQueue].size();
   stats.queued_io = impl.queues[kIoQueue].size();
   return stats;
+}
+
+std::string Mover::poison_reason() const {
+  const std::lock_guard lock(impl_->reason_mutex);
+  return impl_->poison_reason.data();
 }
 
 bool Mover::poisoned() const noexcept { return impl_->is_poisoned.load(std::memory_order_relaxed) || impl_->index->poisoned(); }

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -62,6 +63,7 @@ class Mover {
   MoverStats stats() const;
   RetireList& retired() noexcept { return retired_; }
   bool poisoned() const noexcept;
+  std::string poison_reason() const;  // what failed first in a worker; "" if nothing did
 
  private:
   struct Impl;

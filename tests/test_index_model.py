@@ -172,7 +172,7 @@ class Pair:
             lease, tier = live[choose(len(live))], choose(4)
             batch = self.index.claim_leased(lease, tier)
             expected = self.model.claim_leased(lease, tier, self.grant(batch))
-            self.check_claim(batch, expected, is_pinning=False)
+            self.check_claim(batch, expected, is_pinning=True)
 
     def settle(self, choose: Choose) -> None:
         """Commit, abort, finish, keep or mend under a number of any age."""

@@ -287,7 +287,9 @@ void bind_mover_class(nb::module_& module) {
           nb::arg("queue"), "Run one unit of a queue (0 copy, 1 io) here. Returns False where none waits, or where threads do it.")
       .def("drain_retired", &MoverHandle::drain_retired, "Drop what ended transfers kept alive; return how many there were.")
       .def("stats", &stats, "Return the counters: dict; bytes_read and bytes_written are tuples by column.")
-      .def_prop_ro("poisoned", [](MoverHandle& self) { return self.mover().poisoned(); });
+      .def_prop_ro("poisoned", [](MoverHandle& self) { return self.mover().poisoned(); })
+      .def_prop_ro("poison_reason", [](MoverHandle& self) { return self.mover().poison_reason(); },
+                   "What failed first in a worker; empty if nothing did.");
 }
 
 }  // namespace

@@ -518,6 +518,8 @@ class IndexModel:
         full_at = NOT_FULL
         for row, (name, _) in enumerate(self.leases[lease].pins):
             rows.append(self._claim_row(self.pages[name], 1 << tier, row, grant))
+            if NEW in rows[row]:
+                self.pages[name].claim_pins += 1
             if rows[row][tier] in (FULL, REFUSED) and full_at == NOT_FULL:
                 full_at = row
         return Claimed(rows, full_at)
