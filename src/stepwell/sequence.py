@@ -233,7 +233,7 @@ class Sequences:
 
     def __init__(self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape) -> None:
         self.decider = decider
-        self.page_tokens = pool.page_tokens
+        self.page_tokens = index.page_tokens
         self._index = index
         self._pool = pool
         self._slab = slab
@@ -790,6 +790,10 @@ class ManagedDevice:
     def drain(self) -> None:
         """Do the store's half of a step alone: what has landed is put on the device, gathers are dispatched."""
         self._sequences.drain()
+
+    def pool_for_testing(self) -> DevicePool:
+        """Return the pool itself: for hooks of stepwell.testing, never for an engine."""
+        return self._pool
 
     def warm(self) -> None:
         """Compile all shapes now, so that no step waits for a compiler."""

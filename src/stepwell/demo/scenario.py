@@ -17,8 +17,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     Pages of 32 KiB. host_pages, shared_bytes, disk_bytes: capacities. batch: sequences at once.
     """
 
-    device_pages: int = 160
-    host_pages: int = 48
+    device_pages: int = 112
+    host_pages: int = 40
     shared_bytes: int = 8 << 20
     shared_volume_bytes: int = 4 << 20
     disk_bytes: int = 512 << 20

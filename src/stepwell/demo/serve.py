@@ -116,7 +116,7 @@ def main(argument: str) -> int:
     needed = sum(r.tokens.size + r.output_tokens for r in requests) + config.max_tokens * scenario.sizes.batch
     with open_store(scenario, config, needed) as store:
         if scenario.swap_staged_page:
-            from stepwell.testing.faults import swap_staged_pages
+            from stepwell.testing.hooks import swap_staged_pages
 
             swap_staged_pages(store)
         totals.opened = time.perf_counter() - started
