@@ -306,6 +306,8 @@ class IndexModel:
 
     def set_epoch(self, epoch: int) -> None:
         """Make pages of other epochs misses that leave first."""
+        if epoch == self.epoch:
+            return
         self.epoch = epoch
         for slots in self.tiers:
             slots.rank.sort(key=lambda name: name.epoch == epoch)
