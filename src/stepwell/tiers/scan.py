@@ -199,9 +199,10 @@ class Scanner:
         self, found: Found, names: VolumeNames, lock: _core.Descriptor | None
     ) -> None:
         """Remove what is half born or half removed, the lock last."""
+        has_anything = bool(names.files) or lock is not None
         if self.remove_volume(names):
             found.listing.volumes.pop(names.volume_id)
-            self.sweep.leftovers += bool(names.files) or lock is not None
+            self.sweep.leftovers += has_anything
 
     def remove_volume(self, names: VolumeNames) -> bool:
         """Remove all files of a volume id whose lock is ours or is not there.
