@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from enum import Enum
 
 from stepwell import _core
@@ -65,6 +66,25 @@ def try_lock(path: str, *, flags: int = 0) -> _core.Descriptor | NotTaken:
             return outcome
         # The name went away, or means another file now, between open and flock: what was locked is nobody's lock.
     return NotTaken.HELD
+
+
+def create_locked(path: str) -> _core.Descriptor:
+    """Make a new lock file and hold it. Requires: the directory lock, so that nobody locks it first.
+
+    Raises:
+        OSError: the file system failed; the name is not left behind, if that can be helped.
+    """
+    try:
+        lock = try_lock(path, flags=os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        raise
+    except OSError:
+        with suppress(OSError):  # A free lock without files is swept by the next scan.
+            _core.file_unlink(path)
+        raise
+    if isinstance(lock, NotTaken):
+        raise OSError(errno.EBUSY, f"a new lock file is {lock.value}", path)
+    return lock
 
 
 def _lock_opened(descriptor: _core.Descriptor, path: str) -> NotTaken | None:

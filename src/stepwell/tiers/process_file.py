@@ -6,11 +6,12 @@ What another process wrote is a hint: it is checked, bounded, and never followed
 
 from __future__ import annotations
 
-import errno
 import struct
 from dataclasses import dataclass
 
 from stepwell import _core
+from stepwell.tiers.locks import create_locked
+from stepwell.tiers.volume_files import create_file, remove_until_failure, write_all
 
 MAGIC = b"STEPWELP"
 VERSION = 1
@@ -87,22 +88,53 @@ def read(fd: int) -> ProcessRecord | None:
     return None
 
 
-def initialise(fd: int, record: ProcessRecord) -> None:
-    """Give a new process file its size, an empty touch ring and its first record."""
-    _core.file_truncate(fd, FILE_BYTES)
-    write_all(fd, _RING.pack(0, RING_ENTRIES, 0), RING_OFFSET)
-    write_all(fd, record.encode(), 0)
+@dataclass(frozen=True, slots=True)
+class OwnProcessFile:
+    """This process's own file in a directory, and the lock that shows it alive."""
 
+    directory: str
+    process_id: str
+    lock: _core.Descriptor
+    file: _core.Descriptor
 
-def write_all(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data` at `offset`.
+    @classmethod
+    def create(cls, directory: str, record: ProcessRecord) -> OwnProcessFile:
+        """Make the file with its first record. Requires: the directory lock.
 
-    Raises:
-        OSError: the file system failed, or took nothing at all.
-    """
-    done = 0
-    while done < len(data):
-        moved = _core.file_pwrite(fd, data[done:], offset + done)
-        if moved == 0:
-            raise OSError(errno.EIO, "a write moved nothing")
-        done += moved
+        Raises:
+            OSError: the file system failed; what was made is removed again.
+        """
+        process_id = record.process_id.hex()
+        stem = f"{directory}/p-{process_id}"
+        lock = create_locked(f"{stem}.lock")
+        file = _core.Descriptor(-1)
+        is_complete = False
+        try:
+            file = create_file(f"{stem}.proc")
+            _core.file_truncate(file.fileno(), FILE_BYTES)
+            write_all(file.fileno(), _RING.pack(0, RING_ENTRIES, 0), RING_OFFSET)
+            write_all(file.fileno(), record.encode(), 0)
+            is_complete = True
+        finally:
+            if not is_complete:
+                remove_until_failure(directory, cls._names(process_id))
+                file.close()
+                lock.close()
+        return cls(directory, process_id, lock, file)
+
+    def write(self, record: ProcessRecord) -> None:
+        """Replace the record."""
+        write_all(self.file.fileno(), record.encode(), 0)
+
+    def remove(self) -> bool:
+        """Remove the names. Requires: the directory lock. Returns: whether both are gone."""
+        return remove_until_failure(self.directory, self._names(self.process_id))
+
+    def close(self) -> None:
+        """Close both: from here on the process counts as gone."""
+        self.file.close()
+        self.lock.close()
+
+    @staticmethod
+    def _names(process_id: str) -> tuple[str, str]:
+        return f"p-{process_id}.proc", f"p-{process_id}.lock"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from stepwell import _core
 from stepwell.tiers import process_file
+from stepwell.tiers.directory import Header
 from stepwell.tiers.locks import NotTaken, is_current, try_lock
 from stepwell.tiers.process_file import ProcessRecord
 from stepwell.tiers.volume_files import (
@@ -23,37 +23,6 @@ from stepwell.tiers.volume_files import (
     remove_files,
     remove_lmdb,
 )
-
-
-class Header(Protocol):
-    """What the directory protocol reads and writes of a volume's header (FORMAT.md 2.1)."""
-
-    volume_id: bytes
-    fingerprint: bytes
-    boot_id: bytes
-    kind: int
-    birth_ns: int
-    epoch: int
-
-    @property
-    def medium(self) -> int:
-        """1 shared, 2 disk."""
-
-    @property
-    def alignment(self) -> int:
-        """Alignment of a slot, bytes."""
-
-    @property
-    def metadata_bytes(self) -> int:
-        """Size of the `.vol` or `.meta` file."""
-
-    @property
-    def pages_bytes(self) -> int:
-        """Size of the `.pages` file, 0 in shared."""
-
-    def encode(self) -> bytes:
-        """Return the 4096 bytes of the header."""
-
 
 Decode = Callable[[bytes, int, int], Header]  # data, size of the metadata file, size of the pages file
 
@@ -230,9 +199,10 @@ class Scanner:
         self, found: Found, names: VolumeNames, lock: _core.Descriptor | None
     ) -> None:
         """Remove what is half born or half removed, the lock last."""
+        has_anything = bool(names.files) or lock is not None
         if self.remove_volume(names):
             found.listing.volumes.pop(names.volume_id)
-            self.sweep.leftovers += bool(names.files) or lock is not None
+            self.sweep.leftovers += has_anything
 
     def remove_volume(self, names: VolumeNames) -> bool:
         """Remove all files of a volume id whose lock is ours or is not there.

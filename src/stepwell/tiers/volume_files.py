@@ -130,6 +130,26 @@ def open_ours(path: str, flags: int) -> _core.Descriptor:
     return descriptor
 
 
+def create_file(path: str) -> _core.Descriptor:
+    """Make a new file, 0600, open for reading and writing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    return _core.Descriptor(_core.file_open(path, flags, 0o600))
+
+
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset`.
+
+    Raises:
+        OSError: the file system failed, or took nothing at all.
+    """
+    done = 0
+    while done < len(data):
+        moved = _core.file_pwrite(fd, data[done:], offset + done)
+        if moved == 0:
+            raise OSError(errno.EIO, "a write moved nothing")
+        done += moved
+
+
 def read_header(directory: str, name: str) -> bytes:
     """Return the first 4096 bytes of a volume's metadata, fewer where the file is shorter.
 
@@ -158,6 +178,19 @@ def remove_files(directory: str, names: Iterable[str]) -> None:
             _core.file_unlink(f"{directory}/{name}")
         except FileNotFoundError:
             continue
+
+
+def remove_until_failure(directory: str, names: Iterable[str]) -> bool:
+    """Remove files in this order, as far as the file system lets us.
+
+    Returns:
+        Whether all are gone. What is left is for the next scan, which needs the order kept.
+    """
+    try:
+        remove_files(directory, names)
+    except OSError:
+        return False
+    return True
 
 
 def remove_lmdb(directory: str, names: Iterable[str]) -> None:
