@@ -38,14 +38,15 @@ void reach(const char* point) {
   if (outcome.error != 0) throw std::system_error(outcome.error, std::generic_category(), point);
 }
 
-// Workers take no asynchronous signal: Python's handlers belong on the main thread. The synchronous ones stay, SIGBUS for the guard.
-// Set while threads are started, so that they are born with it.
+// Workers take no asynchronous signal: Python's handlers belong on the main thread. The synchronous ones stay, SIGBUS
+// for the guard. Set while threads are started, so that they are born with it.
 class WorkerSignalMask {
  public:
   WorkerSignalMask() {
     sigset_t blocked;
     sigfillset(&blocked);
-    for (const int synchronous : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&blocked, synchronous);
+    for (const int synchronous : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS})
+      sigdelset(&blocked, synchronous);
     pthread_sigmask(SIG_SETMASK, &blocked, &before_);
   }
   ~WorkerSignalMask() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
@@ -101,7 +102,8 @@ struct LayeredPage {
 }  // namespace
 
 struct Mover::Impl {
-  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_, RetireList* retired_list)
+  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_,
+       RetireList* retired_list)
       : options(options_),
         shape(shape_),
         index(index_),
@@ -126,7 +128,8 @@ struct Mover::Impl {
   // The two copies: into a tier, which ends in a commit, and into the lent pool. False: the source is of no more use.
   bool fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source);
   bool land(Transfer& transfer, uint32_t page, const OpenSource& source);
-  Status land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source, uint32_t expected);
+  Status land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source,
+                    uint32_t expected);
   void landed_whole(Transfer& transfer, uint32_t page);
   void commit(Transfer& transfer, uint32_t page, int column);
 
@@ -134,7 +137,9 @@ struct Mover::Impl {
   bool stopped(const Transfer& transfer) const {
     return transfer.progress_->cancelled.load(std::memory_order_relaxed) || is_poisoned.load(std::memory_order_relaxed);
   }
-  Status stop_reason() const { return is_poisoned.load(std::memory_order_relaxed) ? Status::kPoisoned : Status::kCancelled; }
+  Status stop_reason() const {
+    return is_poisoned.load(std::memory_order_relaxed) ? Status::kPoisoned : Status::kCancelled;
+  }
   void count(Status status) noexcept {
     if (status == Status::kIOError) io_errors.fetch_add(1, std::memory_order_relaxed);
     if (status == Status::kBusFault) bus_faults.fetch_add(1, std::memory_order_relaxed);
@@ -180,7 +185,7 @@ struct Mover::Impl {
   std::unordered_map<const Transfer*, std::shared_ptr<Transfer>> live;  // submitted, not ended
   bool closed = false;
 
-  Worker stepped;  // of step(), with 0 threads
+  Worker stepped;                     // of step(), with 0 threads
   std::vector<std::jthread> threads;  // last: joined before anything above goes
 };
 
@@ -207,7 +212,8 @@ bool Mover::Impl::is_valid(const TransferSpec& spec) const {
       (role == Role::kSource ? sources : sinks) += 1;
       if (column != kPoolColumn) {
         if (media[column] == nullptr) return false;
-      } else if (spec.pool == nullptr || copy.slots[column] >= spec.pool->slots() || (role == Role::kSink && !spec.pool->writable())) {
+      } else if (spec.pool == nullptr || copy.slots[column] >= spec.pool->slots() ||
+                 (role == Role::kSink && !spec.pool->writable())) {
         return false;
       }
     }
@@ -259,13 +265,13 @@ void Mover::Impl::plan(Transfer& transfer) const {
 
   // Units of about unit_bytes, but never so many that an empty queue could not take them.
   const size_t most_units = std::max<size_t>(1, options.queue_units > 2 ? options.queue_units - 2 : 1);
-  const size_t unit_pages =
-      std::max({size_t{1}, static_cast<size_t>(options.unit_bytes / shape.page_bytes()), (count + most_units - 1) / most_units});
+  const size_t unit_pages = std::max(
+      {size_t{1}, static_cast<size_t>(options.unit_bytes / shape.page_bytes()), (count + most_units - 1) / most_units});
   auto cut = [&](int stage, int queue, const std::vector<uint32_t>& run, size_t pages, bool is_layered) {
     for (size_t first = 0; first < run.size(); first += pages) {
       const size_t taken = std::min(pages, run.size() - first);
-      progress.units[static_cast<size_t>(stage)].push_back(UnitPlan{static_cast<uint32_t>(progress.order.size()),
-                                                                    static_cast<uint32_t>(taken), queue == kIoQueue, is_layered});
+      progress.units[static_cast<size_t>(stage)].push_back(UnitPlan{
+          static_cast<uint32_t>(progress.order.size()), static_cast<uint32_t>(taken), queue == kIoQueue, is_layered});
       const auto begin = run.begin() + static_cast<std::ptrdiff_t>(first);
       progress.order.insert(progress.order.end(), begin, begin + static_cast<std::ptrdiff_t>(taken));
     }
@@ -336,11 +342,13 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
   for (int column = 0; column < kTiers; ++column) {
     if ((open_sinks & column_mask(column)) == 0) continue;
     reach("mover.before_copy");
-    const bool good = column == kPoolColumn ? land(transfer, page, source) : fill_tier(transfer, page, column, worker, &source);
+    const bool good =
+        column == kPoolColumn ? land(transfer, page, source) : fill_tier(transfer, page, column, worker, &source);
     if ((progress.settled & column_mask(column)) != 0) committed |= column_mask(column);
     if (!good) return;
   }
-  // A layer-order landing was to read the memory tier that this stage has filled. None could be: the bytes are here, land them now.
+  // A layer-order landing was to read the memory tier that this stage has filled. None could be: the bytes are here,
+  // land them now.
   const bool awaits_landing = stage == 0 && progress.sinks[1] == kPoolMask && progress.source_stage == 0;
   const ColumnMask memory = committed & static_cast<ColumnMask>(~io_mask());
   if (awaits_landing && memory == 0 && !stopped(transfer)) land(transfer, page, source);
@@ -366,7 +374,8 @@ bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Work
   source->column = column;
   if (column == kPoolColumn) return true;
   Medium& medium = *media[static_cast<size_t>(column)];
-  const Status status = medium.prepare_read(copy.slots[static_cast<size_t>(column)], copy.label, worker.scratch, &source->bytes);
+  const Status status =
+      medium.prepare_read(copy.slots[static_cast<size_t>(column)], copy.label, worker.scratch, &source->bytes);
   if (status != Status::kOk) {
     fail_source(transfer, page, column, status);
     return false;
@@ -393,8 +402,9 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
     uint32_t crc = PageShape::layer_seed(seed, layer);
     if (gathers) {
       const GateStay stay(transfer.gate_);
-      status = stay.inside() ? transfer.spec_.pool->gather_layer(copy.slots[kPoolColumn], layer, to, &crc, target.guarded)
-                             : Status::kDeadline;
+      status = stay.inside()
+                   ? transfer.spec_.pool->gather_layer(copy.slots[kPoolColumn], layer, to, &crc, target.guarded)
+                   : Status::kDeadline;
       worker.checksums[layer] = crc;
     } else {
       const std::byte* const from = source->bytes.bytes + shape.layer_offset(layer);
@@ -430,7 +440,8 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
   reach("mover.after_copy");
   commit(transfer, page, column);
   reach("mover.after_commit");
-  // What was gathered once is read from there for further sinks: fewer strided reads, and a stay less in the caller's memory.
+  // What was gathered once is read from there for further sinks: fewer strided reads, and a stay less in the caller's
+  // memory.
   const bool committed = (transfer.progress_->pages[page].settled & column_mask(column)) != 0;
   if (gathers && committed && !medium.does_io() && target.bytes != worker.scratch.target(0)) {
     source->column = column;
@@ -475,13 +486,14 @@ bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& sour
   return true;
 }
 
-Status Mover::Impl::land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source,
-                               uint32_t expected) {
+Status Mover::Impl::land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed,
+                               const PageSource& source, uint32_t expected) {
   uint32_t crc = PageShape::layer_seed(seed, layer);
   const uint32_t slot = transfer.spec_.pages[page].slots[kPoolColumn];
   const GateStay stay(transfer.gate_);
   if (!stay.inside()) return Status::kDeadline;
-  const Status status = transfer.spec_.pool->scatter_layer(slot, layer, source.bytes + shape.layer_offset(layer), &crc, source.guarded);
+  const Status status =
+      transfer.spec_.pool->scatter_layer(slot, layer, source.bytes + shape.layer_offset(layer), &crc, source.guarded);
   copy_fence();  // inside the stay: nothing may land after a close() that found nobody inside
   if (status != Status::kOk) return status;
   return crc == expected ? Status::kOk : Status::kChecksum;
@@ -729,15 +741,19 @@ Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::ar
     : impl_(std::make_unique<Impl>(options, shape, index, media, &retired_)) {
   if ((options.copy_threads == 0) != (options.io_threads == 0)) {
     throw std::invalid_argument("mover: copy_threads " + std::to_string(options.copy_threads) + " and io_threads " +
-                                std::to_string(options.io_threads) + ": give both or neither (0 and 0 is the stepped mover)");
+                                std::to_string(options.io_threads) +
+                                ": give both or neither (0 and 0 is the stepped mover)");
   }
   if (options.queue_units == 0) throw std::invalid_argument("mover: queue_units must be at least 1");
-  if (media[kPoolColumn] != nullptr) throw std::invalid_argument("mover: the device tier travels as a lent pool and has no medium");
+  if (media[kPoolColumn] != nullptr)
+    throw std::invalid_argument("mover: the device tier travels as a lent pool and has no medium");
   const WorkerSignalMask mask;
   auto start = [&](int queue, uint32_t count, const char* job) {
     for (uint32_t i = 0; i < count; ++i) {
-      impl_->threads.emplace_back([impl = impl_.get(), queue, name = "sw-" + std::string(job) + "-" + std::to_string(i)](
-                                      std::stop_token stop) { impl->work(stop, queue, name); });
+      impl_->threads.emplace_back(
+          [impl = impl_.get(), queue, name = "sw-" + std::string(job) + "-" + std::to_string(i)](std::stop_token stop) {
+            impl->work(stop, queue, name);
+          });
     }
   };
   start(kCopyQueue, options.copy_threads, "copy");
@@ -746,7 +762,8 @@ Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::ar
 
 Mover::~Mover() {
   if (impl_->pid != ::getpid()) {
-    // A forked child: the threads did not come along, and the mutexes are as they were. Nothing can be joined; it is left where it lies.
+    // A forked child: the threads did not come along, and the mutexes are as they were. Nothing can be joined; it is
+    // left where it lies.
     static_cast<void>(impl_.release());
     return;
   }
@@ -802,9 +819,9 @@ bool Mover::drain(double timeout_s, bool close) {
   if (impl.pid != ::getpid()) return true;
   const bool steps = impl.threads.empty();
   const bool forever = timeout_s < 0 || timeout_s > kLongestWait_s;
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                            std::chrono::duration<double>(forever ? 0 : timeout_s));
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                             std::chrono::duration<double>(forever ? 0 : timeout_s));
   const auto is_idle = [&impl] { return impl.live.empty(); };
   std::unique_lock lock(impl.queue_mutex);
   if (close) impl.closed = true;
@@ -861,6 +878,8 @@ std::string Mover::poison_reason() const {
   return impl_->poison_reason.data();
 }
 
-bool Mover::poisoned() const noexcept { return impl_->is_poisoned.load(std::memory_order_relaxed) || impl_->index->poisoned(); }
+bool Mover::poisoned() const noexcept {
+  return impl_->is_poisoned.load(std::memory_order_relaxed) || impl_->index->poisoned();
+}
 
 }  // namespace stepwell

@@ -50,10 +50,10 @@ struct Transfer::Progress {
   std::vector<PageProgress> pages;
 
   // GUARDED_BY(Transfer::mutex_)
-  std::vector<Status> status;    // kPending, then the first that was set
+  std::vector<Status> status;  // kPending, then the first that was set
   std::vector<uint8_t> landed;
-  std::vector<bool> pool_over;   // all of the page's bytes are in (or out of) the pool
-  uint32_t units_left = 0;       // of the stage under way
+  std::vector<bool> pool_over;  // all of the page's bytes are in (or out of) the pool
+  uint32_t units_left = 0;      // of the stage under way
   bool done = false;
   double seconds = 0;
 

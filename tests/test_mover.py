@@ -64,12 +64,13 @@ class Memory(np.ndarray):
 
 @dataclass
 class Batch:
-    """The arrays of a submit, and which key is at which slot of which tier."""
+    """The arrays of a submit, and the lease that pins its sources."""
 
     pages: np.ndarray
     roles: np.ndarray
     slots: np.ndarray
     numbers: np.ndarray
+    lease: int = 0
 
     def arguments(self) -> tuple[np.ndarray, ...]:
         return self.pages, self.roles, self.slots, self.numbers
@@ -121,9 +122,13 @@ class World:
             writable,
         )
 
+    @staticmethod
+    def keys(pages: list[int]) -> np.ndarray:
+        return np.array([[p & 255, p >> 8, 7] for p in pages], np.uint8)
+
     def claim(self, pages: list[int], tiers: tuple[int, ...]) -> Batch:
         """Claim pages; roles and slots of the pool column are left to the caller."""
-        keys = np.array([[p & 255, p >> 8, 7] for p in pages], np.uint8)
+        keys = self.keys(pages)
         claims = self.index.claim_absent_keys(keys, 1, 2, b"", sum(1 << t for t in tiers))
         new = claims.outcomes == 1
         roles = np.where(new, SINK, UNUSED).astype(np.uint8)
@@ -141,7 +146,12 @@ class World:
         return batch
 
     def load_batch(self, pages: list[int], source: int, sinks: tuple[int, ...] = ()) -> Batch:
+        """Pin pages in `source`, claim them in `sinks`: pool slot i gets pages[i]."""
+        match = self.index.match_keys_and_pin(self.keys(pages), 1, 1 << source)
+        assert match.pages == len(pages)
         batch = self.claim(pages, sinks)
+        batch.pages = self.index.lease_pages(match.lease, 0, len(pages))[0]
+        batch.lease = match.lease
         batch.roles[:, POOL] = SINK
         batch.slots[:, POOL] = range(len(pages))
         batch.roles[:, source] = SOURCE
@@ -149,7 +159,8 @@ class World:
         return batch
 
     def submit(self, batch: Batch, **options: Any) -> Any:
-        result = self.mover.submit(*batch.arguments(), pool=self.pool, **options)
+        arguments = batch.arguments()
+        result = self.mover.submit(*arguments, pool=self.pool, lease=batch.lease, **options)
         assert isinstance(result, _core.Transfer), result
         return result
 
@@ -280,7 +291,8 @@ def test_memory_is_kept_alive_until_its_transfer_has_ended(world: World) -> None
     gone = weakref.ref(memory)
     batch = world.load_batch([1], SHARED)
     pool = world.layout(memory)
-    transfer = world.mover.submit(*batch.arguments(), pool=pool, keep_alive=memory)
+    arguments = batch.arguments()
+    transfer = world.mover.submit(*arguments, pool=pool, lease=batch.lease, keep_alive=memory)
     del memory, pool, transfer  # a dropped handle changes nothing
     gc.collect()
     assert gone() is not None
@@ -404,10 +416,14 @@ def test_wait_says_false_when_time_is_up_and_can_be_interrupted(world: World) ->
     main = threading.main_thread().ident
     assert main is not None
     sender = threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGUSR1))
+
+    def wait_for_ever() -> None:
+        sender.start()
+        transfer.wait()  # nobody steps the mover: only the signal can end it
+
     try:
         with pytest.raises(InterruptedHereError):
-            sender.start()
-            transfer.wait()  # nobody steps the mover: only the signal can end it
+            wait_for_ever()
     finally:
         sender.join()
         signal.signal(signal.SIGUSR1, before)
@@ -421,7 +437,8 @@ def test_the_mover_keeps_its_index_and_media_alive(world: World) -> None:
     mover, pool, memory = world.mover, world.pool, world.memory
     world.__dict__.clear()
     gc.collect()
-    transfer = mover.submit(*batch.arguments(), pool=pool, keep_alive=memory)
+    arguments = batch.arguments()
+    transfer = mover.submit(*arguments, pool=pool, lease=batch.lease, keep_alive=memory)
     assert SteppedMover(mover, seed=0).run_until_idle() == 1
     assert transfer.page_status().tolist() == [OK, OK]
     np.testing.assert_array_equal(memory[1], content(2))
@@ -429,9 +446,7 @@ def test_the_mover_keeps_its_index_and_media_alive(world: World) -> None:
 
 def test_a_mover_that_goes_with_work_queued_decides_it(world: World) -> None:
     inbox = _core.Inbox(4)
-    transfer = world.submit(
-        world.save_batch([1, 2], (SHARED, DISK)), unpin_pages=True, inbox=inbox
-    )
+    transfer = world.submit(world.save_batch([1, 2], (SHARED, DISK)), unpin_pages=True, inbox=inbox)
     del world.mover
     gc.collect()
     assert transfer.done
@@ -459,8 +474,10 @@ def test_an_exception_in_a_worker_poisons_and_decides_every_page(world: World) -
     assert world.index.poisoned()
     stats = world.mover.stats()
     assert (stats["commits"], stats["aborts"]) == (1, 2)
-    batch = world.save_batch([4], (HOST,))
-    assert world.mover.submit(*batch.arguments(), pool=world.pool) == _core.Status.poisoned
+    empty = np.zeros((0, 4), np.uint32)
+    nothing = np.zeros(0, np.uint32)
+    result = world.mover.submit(nothing, empty.astype(np.uint8), empty, empty)
+    assert result == _core.Status.poisoned
 
 
 def test_workers_are_named(threaded: World) -> None:

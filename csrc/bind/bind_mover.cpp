@@ -1,5 +1,5 @@
-// Inbox, Transfer and Mover. Python holds handles; what workers share is shared in C++ alone, so that the last of them to let
-// go never needs the GIL.
+// Inbox, Transfer and Mover. Python holds handles; what workers share is shared in C++ alone, so that the last of them
+// to let go never needs the GIL.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <unistd.h>
@@ -35,7 +35,8 @@ template <typename T>
 using Column = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
 bool wait_interruptibly(const TransferHandle& self, std::optional<double> timeout) {
-  if (self.pid != ::getpid()) throw std::runtime_error("a transfer cannot be waited for in a forked child: its workers are not there");
+  if (self.pid != ::getpid())
+    throw std::runtime_error("a transfer cannot be waited for in a forked child: its workers are not there");
   const auto start = std::chrono::steady_clock::now();
   for (;;) {
     double slice = kSignalSlice_s;
@@ -57,7 +58,8 @@ bool wait_interruptibly(const TransferHandle& self, std::optional<double> timeou
 Column<uint8_t> page_status(const TransferHandle& self) {
   const std::vector<Status> statuses = self.transfer->page_status();
   std::vector<uint8_t> values(statuses.size());
-  std::transform(statuses.begin(), statuses.end(), values.begin(), [](Status status) { return static_cast<uint8_t>(status); });
+  std::transform(statuses.begin(), statuses.end(), values.begin(),
+                 [](Status status) { return static_cast<uint8_t>(status); });
   return to_numpy(std::move(values));
 }
 
@@ -82,8 +84,9 @@ class MoverHandle {
     return tokens.size();
   }
 
-  std::variant<TransferHandle, Status> submit(const Array1<uint32_t>& pages, const Array2<uint8_t>& roles, const Array2<uint32_t>& slots,
-                                              const Array2<uint32_t>& numbers, const PoolHandle* pool, const nb::object& keep_alive,
+  std::variant<TransferHandle, Status> submit(const Array1<uint32_t>& pages, const Array2<uint8_t>& roles,
+                                              const Array2<uint32_t>& slots, const Array2<uint32_t>& numbers,
+                                              const PoolHandle* pool, const nb::object& keep_alive,
                                               const InboxHandle* inbox, TransferSpec spec) {
     drain_retired();
     const size_t count = pages.size();
@@ -128,8 +131,9 @@ class MoverHandle {
   void drop(uint64_t token) { const auto node = kept_.extract(token); }
   static void require_columns(const char* name, size_t pages, size_t rows, size_t columns) {
     if (rows == pages && columns == kTiers) return;
-    throw std::invalid_argument(std::string(name) + " has shape (" + std::to_string(rows) + ", " + std::to_string(columns) +
-                                "), not (" + std::to_string(pages) + ", 4): one row a page, one column a tier");
+    throw std::invalid_argument(std::string(name) + " has shape (" + std::to_string(rows) + ", " +
+                                std::to_string(columns) + "), not (" + std::to_string(pages) +
+                                ", 4): one row a page, one column a tier");
   }
 
   Index* index_;
@@ -167,16 +171,19 @@ void bind_words(nb::module_& module) {
       .value("unused", Role::kUnused)
       .value("source", Role::kSource)
       .value("sink", Role::kSink);
-  nb::enum_<WorkClass>(module, "WorkClass", nb::is_arithmetic(), "Whose turn it is: of eight units five loads, two saves, one demotion.")
+  nb::enum_<WorkClass>(module, "WorkClass", nb::is_arithmetic(),
+                       "Whose turn it is: of eight units five loads, two saves, one demotion.")
       .value("load", WorkClass::kLoad)
       .value("save", WorkClass::kSave)
       .value("demote", WorkClass::kDemote);
 }
 
 void bind_inbox(nb::module_& module) {
-  nb::class_<InboxHandle>(module, "Inbox", "Completions of one submitter; its room is taken when a transfer is submitted.")
+  nb::class_<InboxHandle>(module, "Inbox",
+                          "Completions of one submitter; its room is taken when a transfer is submitted.")
       .def(
-          "__init__", [](InboxHandle* self, size_t capacity) { new (self) InboxHandle{std::make_shared<Inbox>(capacity)}; },
+          "__init__",
+          [](InboxHandle* self, size_t capacity) { new (self) InboxHandle{std::make_shared<Inbox>(capacity)}; },
           nb::arg("capacity"))
       .def(
           "poll",
@@ -200,28 +207,35 @@ void bind_inbox(nb::module_& module) {
       .def(
           "fileno", [](const InboxHandle& self) { return self.inbox->fileno(); },
           "Return an eventfd that is readable while completions wait.")
-      .def("close", [](const InboxHandle& self) { self.inbox->close(); }, "Drop what waits, refuse what comes.");
+      .def(
+          "close", [](const InboxHandle& self) { self.inbox->close(); }, "Drop what waits, refuse what comes.");
 }
 
 void bind_transfer(nb::module_& module) {
   nb::class_<TransferHandle>(module, "Transfer", "Watch a submitted batch of page copies; dropping it changes nothing.")
-      .def_prop_ro("done", [](const TransferHandle& self) { return self.transfer->done(); },
-                   "Whether every page is decided and all that follows has been done.")
-      .def_prop_ro("source_released", [](const TransferHandle& self) { return self.transfer->source_released(); },
-                   "Whether no worker will touch the lent pool again.")
-      .def_prop_ro("layers_done", [](const TransferHandle& self) { return self.transfer->layers_done(); },
-                   "Layers that have landed, verified, for all pages that did not fail.")
+      .def_prop_ro(
+          "done", [](const TransferHandle& self) { return self.transfer->done(); },
+          "Whether every page is decided and all that follows has been done.")
+      .def_prop_ro(
+          "source_released", [](const TransferHandle& self) { return self.transfer->source_released(); },
+          "Whether no worker will touch the lent pool again.")
+      .def_prop_ro(
+          "layers_done", [](const TransferHandle& self) { return self.transfer->layers_done(); },
+          "Layers that have landed, verified, for all pages that did not fail.")
       .def_prop_ro("pages", [](const TransferHandle& self) { return self.transfer->pages(); })
       .def_prop_ro("tag", [](const TransferHandle& self) { return self.transfer->tag(); })
       .def_prop_ro("bytes_moved", [](const TransferHandle& self) { return self.transfer->bytes_moved(); })
-      .def_prop_ro("seconds", [](const TransferHandle& self) { return self.transfer->seconds(); },
-                   "From submit to done; 0 before.")
+      .def_prop_ro(
+          "seconds", [](const TransferHandle& self) { return self.transfer->seconds(); },
+          "From submit to done; 0 before.")
       .def("wait", &wait_interruptibly, nb::arg("timeout") = nb::none(),
            "Wait until done, at most `timeout` seconds. Returns whether it is done.")
-      .def("cancel", [](const TransferHandle& self) { self.transfer->cancel(); },
-           "Stop what has not started; every claim is returned either way.")
       .def(
-          "close_gate", [](const TransferHandle& self) { self.transfer->close_gate(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "cancel", [](const TransferHandle& self) { self.transfer->cancel(); },
+          "Stop what has not started; every claim is returned either way.")
+      .def(
+          "close_gate", [](const TransferHandle& self) { self.transfer->close_gate(); },
+          nb::call_guard<nb::gil_scoped_release>(),
           "Return when no byte can land in the lent pool any more; pages that had not landed report `deadline`.")
       .def("page_status", &page_status, "Return the Status of each page: uint8[pages]; `pending` where not decided.")
       .def(
@@ -230,22 +244,28 @@ void bind_transfer(nb::module_& module) {
 }
 
 void bind_mover_class(nb::module_& module) {
-  nb::class_<MoverHandle>(module, "Mover", "The workers that move pages. With 0 and 0 threads nothing runs until step().")
+  nb::class_<MoverHandle>(module, "Mover",
+                          "The workers that move pages. With 0 and 0 threads nothing runs until step().")
       .def(
           "__init__",
           [](MoverHandle* self, Index& index, const PageShape& shape, Medium* host, Medium* shared, Medium* disk,
              uint32_t copy_threads, uint32_t io_threads, uint32_t queue_units, uint32_t unit_bytes) {
             new (self) MoverHandle(&index, shape, {nullptr, host, shared, disk},
-                                   {.copy_threads = copy_threads, .io_threads = io_threads, .queue_units = queue_units, .unit_bytes = unit_bytes});
+                                   {.copy_threads = copy_threads,
+                                    .io_threads = io_threads,
+                                    .queue_units = queue_units,
+                                    .unit_bytes = unit_bytes});
           },
-          nb::arg("index"), nb::arg("shape"), nb::kw_only(), nb::arg("host").none() = nb::none(), nb::arg("shared").none() = nb::none(),
-          nb::arg("disk").none() = nb::none(), nb::arg("copy_threads") = 1, nb::arg("io_threads") = 2, nb::arg("queue_units") = 4096,
-          nb::arg("unit_bytes") = 4 << 20, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
+          nb::arg("index"), nb::arg("shape"), nb::kw_only(), nb::arg("host").none() = nb::none(),
+          nb::arg("shared").none() = nb::none(), nb::arg("disk").none() = nb::none(), nb::arg("copy_threads") = 1,
+          nb::arg("io_threads") = 2, nb::arg("queue_units") = 4096, nb::arg("unit_bytes") = 4 << 20,
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def(
           "submit",
-          [](MoverHandle& self, const Array1<uint32_t>& pages, const Array2<uint8_t>& roles, const Array2<uint32_t>& slots,
-             const Array2<uint32_t>& numbers, const PoolHandle* pool, bool layer_order, bool source_leaving, uint8_t work_class,
-             bool unpin_pages, uint64_t lease, uint64_t tag, const nb::object& keep_alive, const InboxHandle* inbox) {
+          [](MoverHandle& self, const Array1<uint32_t>& pages, const Array2<uint8_t>& roles,
+             const Array2<uint32_t>& slots, const Array2<uint32_t>& numbers, const PoolHandle* pool, bool layer_order,
+             bool source_leaving, uint8_t work_class, bool unpin_pages, uint64_t lease, uint64_t tag,
+             const nb::object& keep_alive, const InboxHandle* inbox) {
             TransferSpec spec;
             spec.layer_order = layer_order;
             spec.source_leaving = source_leaving;
@@ -255,13 +275,16 @@ void bind_mover_class(nb::module_& module) {
             spec.tag = tag;
             return self.submit(pages, roles, slots, numbers, pool, keep_alive, inbox, std::move(spec));
           },
-          nb::arg("pages"), nb::arg("roles"), nb::arg("slots"), nb::arg("numbers"), nb::kw_only(), nb::arg("pool").none() = nb::none(),
-          nb::arg("layer_order") = false, nb::arg("source_leaving") = false, nb::arg("work_class") = 0, nb::arg("unpin_pages") = false,
-          nb::arg("lease") = 0, nb::arg("tag") = 0, nb::arg("keep_alive").none() = nb::none(), nb::arg("inbox").none() = nb::none(),
+          nb::arg("pages"), nb::arg("roles"), nb::arg("slots"), nb::arg("numbers"), nb::kw_only(),
+          nb::arg("pool").none() = nb::none(), nb::arg("layer_order") = false, nb::arg("source_leaving") = false,
+          nb::arg("work_class") = 0, nb::arg("unpin_pages") = false, nb::arg("lease") = 0, nb::arg("tag") = 0,
+          nb::arg("keep_alive").none() = nb::none(), nb::arg("inbox").none() = nb::none(),
           "Queue a batch of page copies and what follows them.\n\n"
-          "pages: uint32[n] ids; roles: uint8[n, 4] of Role, slots and numbers: uint32[n, 4], one column a tier, column 0 the lent\n"
+          "pages: uint32[n] ids; roles: uint8[n, 4] of Role, slots and numbers: uint32[n, 4], one column a tier, "
+          "column 0 the lent\n"
           "pool. Each page has one source and at least one sink. `keep_alive` is held until the transfer has ended.\n"
-          "Returns a Transfer, or the Status that refused it (queue_full, closed, poisoned, invalid): then nothing was consumed.")
+          "Returns a Transfer, or the Status that refused it (queue_full, closed, poisoned, invalid): then nothing was "
+          "consumed.")
       .def(
           "drain",
           [](MoverHandle& self, double timeout, bool close) {
@@ -275,7 +298,8 @@ void bind_mover_class(nb::module_& module) {
             return finished;
           },
           nb::arg("timeout"), nb::arg("close") = false,
-          "Wait until nothing is queued or running, at most `timeout` seconds (< 0: no limit); then cancel the rest.\n\n"
+          "Wait until nothing is queued or running, at most `timeout` seconds (< 0: no limit); then cancel the "
+          "rest.\n\n"
           "Returns whether all finished without that. With `close`, submit says `closed` from now on.")
       .def(
           "step",
@@ -284,8 +308,10 @@ void bind_mover_class(nb::module_& module) {
             nb::gil_scoped_release release;
             return self.mover().step(queue);
           },
-          nb::arg("queue"), "Run one unit of a queue (0 copy, 1 io) here. Returns False where none waits, or where threads do it.")
-      .def("drain_retired", &MoverHandle::drain_retired, "Drop what ended transfers kept alive; return how many there were.")
+          nb::arg("queue"),
+          "Run one unit of a queue (0 copy, 1 io) here. Returns False where none waits, or where threads do it.")
+      .def("drain_retired", &MoverHandle::drain_retired,
+           "Drop what ended transfers kept alive; return how many there were.")
       .def("stats", &stats, "Return the counters: dict; bytes_read and bytes_written are tuples by column.")
       .def_prop_ro("poisoned", [](MoverHandle& self) { return self.mover().poisoned(); })
       .def_prop_ro("poison_reason", [](MoverHandle& self) { return self.mover().poison_reason(); },

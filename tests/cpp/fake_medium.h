@@ -66,14 +66,18 @@ class FakeMedium final : public Medium {
   enum class State : uint8_t { kFree, kWriting, kHolds };
 
   FakeMedium(const PageShape& shape, uint32_t slots, bool does_io)
-      : shape_(shape), does_io_(does_io), states_(slots), labels_(slots), checksums_(size_t{slots} * shape.layers()),
+      : shape_(shape),
+        does_io_(does_io),
+        states_(slots),
+        labels_(slots),
+        checksums_(size_t{slots} * shape.layers()),
         memory_(slots * shape.page_bytes()) {
     for (auto& state : states_) state = State::kFree;
   }
 
   Stall before_read, before_finish;
   FailNth read_fails, begin_fails, finish_fails;
-  std::atomic<int> yields{0};  // a slow medium: lets others run so many times before each call
+  std::atomic<int> yields{0};                // a slow medium: lets others run so many times before each call
   std::atomic<bool> through_scratch{false};  // reads into scratch, as a mapping does whose guard is not ours
   std::atomic<int> reads{0}, retires{0};
 
@@ -106,7 +110,8 @@ class FakeMedium final : public Medium {
     return Status::kOk;
   }
 
-  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept override {
+  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                      const PageTarget& target) noexcept override {
     slow();
     before_finish.pass();
     if (states_[slot] != State::kWriting) note("finish_write without begin_write");

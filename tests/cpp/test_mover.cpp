@@ -67,7 +67,8 @@ struct World {
     return {.copy_threads = 1, .io_threads = 2, .queue_units = 64, .unit_bytes = unit_bytes};
   }
   void start() {
-    mover = std::make_unique<Mover>(options, shape, &index, std::array<Medium*, kTiers>{nullptr, &host, &shared, &disk});
+    mover =
+        std::make_unique<Mover>(options, shape, &index, std::array<Medium*, kTiers>{nullptr, &host, &shared, &disk});
   }
 
   std::shared_ptr<const PoolLayout> layout(bool writable = true) {
@@ -97,8 +98,10 @@ struct World {
     return std::all_of(pool.begin(), pool.end(), [&](std::byte b) { return b == with; });
   }
 
-  // Claims pages first .. first+count-1 in `sinks` and fills pool slots from pool_first on with them: a save ready to be submitted.
-  TransferSpec save_spec(uint32_t first, uint32_t count, TierMask sinks, std::vector<Saved>* saved, uint32_t pool_first = 0) {
+  // Claims pages first .. first+count-1 in `sinks` and fills pool slots from pool_first on with them: a save ready to
+  // be submitted.
+  TransferSpec save_spec(uint32_t first, uint32_t count, TierMask sinks, std::vector<Saved>* saved,
+                         uint32_t pool_first = 0) {
     std::vector<Key> keys;
     for (uint32_t i = 0; i < count; ++i) keys.push_back(key_of(first + i));
     ClaimBatch claims;
@@ -130,18 +133,21 @@ struct World {
     return spec;
   }
 
-  // Pins the pages and copies them from `source` to pool slots 0, 1, ...; those of `sinks` in which they are absent are claimed too.
+  // Pins the pages and copies them from `source` to pool slots 0, 1, ...; those of `sinks` in which they are absent are
+  // claimed too.
   TransferSpec load_spec(std::vector<Saved>& pages, int source, TierMask sinks = 0) {
     std::vector<Key> keys;
     for (const Saved& page : pages) keys.push_back(key_of(page.id));
     TransferSpec spec;
     spec.pool = layout();
-    const MatchResult match = index.match_keys_and_pin(keys.data(), static_cast<uint32_t>(keys.size()), 1, mask(static_cast<Tier>(source)));
+    const MatchResult match =
+        index.match_keys_and_pin(keys.data(), static_cast<uint32_t>(keys.size()), 1, mask(static_cast<Tier>(source)));
     REQUIRE(match.pages == pages.size());
     spec.lease = match.lease;
     ClaimBatch claims;
     if (sinks != 0) {
-      index.claim_absent_keys(keys.data(), static_cast<uint32_t>(keys.size()), 1, ParentState::kUnknown, Key{}, sinks, &claims);
+      index.claim_absent_keys(keys.data(), static_cast<uint32_t>(keys.size()), 1, ParentState::kUnknown, Key{}, sinks,
+                              &claims);
       spec.unpin_pages = true;
     }
     for (uint32_t i = 0; i < pages.size(); ++i) {
@@ -249,7 +255,8 @@ TEST_CASE("a save goes to every tier asked for and reads the pool once for the m
   const auto saved = world.save(1, 5, tiers({kHost, kShared, kDisk}));
   const MoverStats stats = world.mover->stats();
   CHECK(stats.bytes_read[kPool] == 5 * world.shape.page_bytes());
-  for (const int tier : {kHost, kShared, kDisk}) CHECK(stats.bytes_written[static_cast<size_t>(tier)] == 5 * world.shape.page_bytes());
+  for (const int tier : {kHost, kShared, kDisk})
+    CHECK(stats.bytes_written[static_cast<size_t>(tier)] == 5 * world.shape.page_bytes());
   for (const Saved& page : saved) {
     for (auto [medium, tier] : {std::pair{&world.host, kHost}, {&world.shared, kShared}, {&world.disk, kDisk}}) {
       const std::byte* bytes = medium->bytes(page.slots[static_cast<size_t>(tier)]);
@@ -514,7 +521,8 @@ TransferSpec demote_spec(World& world, const std::vector<Saved>& saved, int from
   spec.unpin_pages = true;
   spec.work_class = WorkClass::kDemote;
   for (const Saved& page : saved) {
-    const auto victim = std::find_if(victims.begin(), victims.end(), [&](const Victim& v) { return v.page == page.page; });
+    const auto victim =
+        std::find_if(victims.begin(), victims.end(), [&](const Victim& v) { return v.page == page.page; });
     REQUIRE(victim != victims.end());
     const Key key = key_of(page.id);
     ClaimBatch claims;
@@ -717,13 +725,16 @@ TEST_CASE("a mover destroyed with work queued decides it all") {
     auto saved = world.save(50, 4, tiers({kDisk}));
     const auto inbox = std::make_shared<Inbox>(16);
     std::vector<std::shared_ptr<Transfer>> transfers;
-    for (uint32_t i = 0; i < 6; ++i) transfers.push_back(world.submit(world.save_spec(1 + 4 * i, 4, tiers({kShared, kDisk}), nullptr, 4 + 4 * i), inbox));
+    for (uint32_t i = 0; i < 6; ++i)
+      transfers.push_back(
+          world.submit(world.save_spec(1 + 4 * i, 4, tiers({kShared, kDisk}), nullptr, 4 + 4 * i), inbox));
     transfers.push_back(world.submit(world.load_spec(saved, kDisk, tiers({kHost})), inbox));
     world.mover.reset();
     for (const auto& transfer : transfers) {
       CHECK(transfer->done());
       CHECK(transfer->wait(-1));
-      for (const Status status : transfer->page_status()) CHECK((status == Status::kOk || status == Status::kCancelled));
+      for (const Status status : transfer->page_status())
+        CHECK((status == Status::kOk || status == Status::kCancelled));
     }
     std::vector<Completion> completions;
     CHECK(inbox->poll(16, &completions) == transfers.size());
@@ -784,7 +795,8 @@ TEST_CASE("a full queue refuses and consumes nothing, and room for every stage i
   const auto inbox = std::make_shared<Inbox>(8);
   const auto first = world.submit(world.save_spec(1, 2, tiers({kShared, kDisk}), nullptr), inbox);
   const auto second = world.submit(world.save_spec(3, 2, tiers({kShared, kDisk}), nullptr), inbox);
-  TransferSpec spec = world.save_spec(5, 2, tiers({kDisk}), nullptr);  // needs only the io queue, in which nothing stands yet
+  TransferSpec spec =
+      world.save_spec(5, 2, tiers({kDisk}), nullptr);  // needs only the io queue, in which nothing stands yet
   std::shared_ptr<Transfer> third;
   CHECK(world.mover->submit(spec, inbox, &third) == Status::kQueueFull);
   CHECK(world.index.counts(Tier::kDisk).arriving == 6);
@@ -855,7 +867,8 @@ TEST_CASE("a mover without a tier refuses its column, and half a stepped mover i
   std::shared_ptr<Transfer> transfer;
   CHECK(bare.submit(spec, nullptr, &transfer) == Status::kInvalid);
   CHECK_THROWS_AS(Mover({.copy_threads = 1, .io_threads = 0}, world.shape, &world.index, {}), std::invalid_argument);
-  CHECK_THROWS_AS(Mover({.copy_threads = 0, .io_threads = 0, .queue_units = 0}, world.shape, &world.index, {}), std::invalid_argument);
+  CHECK_THROWS_AS(Mover({.copy_threads = 0, .io_threads = 0, .queue_units = 0}, world.shape, &world.index, {}),
+                  std::invalid_argument);
   world.index.release(spec.lease);
 }
 
@@ -959,7 +972,8 @@ TEST_CASE("eight threads of small transfers: every claim is decided once, every 
       }
       const auto pool = std::make_shared<const PoolLayout>(world.shape, 1, views, 2, true);
       for (uint32_t round = 0; round < kRounds; ++round) {
-        // Save two pages to shared and disk (the second time on they are there), then evict and load again: all kinds of work at once.
+        // Save two pages to shared and disk (the second time on they are there), then evict and load again: all kinds
+        // of work at once.
         ClaimBatch claims;
         world.index.claim_absent_keys(keys, 2, 1, ParentState::kUnknown, Key{}, tiers({kShared, kDisk}), &claims);
         TransferSpec spec;
