@@ -425,6 +425,33 @@ def test_another_thread_may_wait_for_a_gather_that_is_still_queued(pool: DeviceP
     np.testing.assert_array_equal(seen[0], painted(pool, [5]))
 
 
+def test_threads_that_queue_find_their_own_pages_while_an_engine_steps(pool: DevicePool) -> None:
+    wrong: list[str] = []
+
+    def producer(number: int) -> None:
+        slots = list(range(number * 8, number * 8 + 8))
+        for turn in range(25):
+            pages = painted(pool, [1000 * number + 8 * turn + i for i in range(8)])
+            scattered(pool, slots, pages)
+            pages_before = pages.copy()
+            pages[:] = 0xEE
+            ticket = gathered(pool, slots)
+            if not np.array_equal(pages_of(ticket), pages_before):
+                wrong.append(f"producer {number}, turn {turn}")
+            ticket.release()
+
+    producers = [threading.Thread(target=producer, args=(number,)) for number in range(3)]
+    for thread in producers:
+        thread.start()
+    page = values_of(pool, painted(pool, [1])[0])
+    while any(thread.is_alive() for thread in producers):
+        with pool.step() as handle:
+            handle.arrays = engine_write(handle.arrays, 31, page)
+    assert wrong == []
+    assert pool.stats().gathered_pages == 3 * 25 * 8
+    assert pool.stats().outstanding_bytes == 0
+
+
 # ---- loss ----------------------------------------------------------------------------------------
 
 
