@@ -24,11 +24,12 @@ from stepwell.errors import (
     StoreClosedError,
 )
 from stepwell.geometry import PageGeometry
-from stepwell.tiers.device import (
-    DevicePool,
+from stepwell.tiers.device import DevicePool
+from stepwell.tiers.device_queue import (
     GatherTicket,
-    JaxReadiness,
     QueueFull,
+    Result,
+    ResultReadiness,
     ScatterTicket,
     TicketState,
     pool_arguments,
@@ -79,17 +80,17 @@ def values_of(pool: DevicePool, page: np.ndarray) -> np.ndarray:
     return page.view(pool.storage_dtype).reshape(layers, pool.streams, *stream_shape)
 
 
-class Gate(JaxReadiness):
+class Gate(ResultReadiness):
     """Hold results back until the test opens the gate; nobody may wait at a closed one."""
 
     def __init__(self) -> None:
         self.opened: set[int] = set()
         self.is_open = True
 
-    def is_ready(self, result: jax.Array) -> bool:
+    def is_ready(self, result: Result) -> bool:
         return self.is_open or id(result) in self.opened
 
-    def wait(self, result: jax.Array) -> None:
+    def wait(self, result: Result) -> None:
         assert self.is_ready(result), "waited for a result that is not ready"
         super().wait(result)
 
@@ -377,7 +378,7 @@ def test_steps_do_not_nest(pool: DevicePool) -> None:
             pass
         with pytest.raises(StalePoolError, match="do not nest"):
             pool.drain()
-        with pytest.raises(StepwellUsageError, match="inside its own step"):
+        with pytest.raises(StepwellUsageError, match="inside a step"):
             pool.close()
         assert len(handle.arrays) == 2
     assert pool.stats().steps == 1
@@ -391,7 +392,7 @@ def test_only_the_owner_steps_until_it_has_ended(pool: DevicePool) -> None:
 
     def elsewhere() -> None:
         queued.append(gathered(pool, [1]))
-        for call in (pool.drain, pool.warm, pool.renew, pool.close):
+        for call in (pool.drain, pool.warm, pool.renew):
             try:
                 call()
             except StepwellUsageError as error:
@@ -400,7 +401,7 @@ def test_only_the_owner_steps_until_it_has_ended(pool: DevicePool) -> None:
     thread = threading.Thread(target=elsewhere, name="not-the-engine")
     thread.start()
     thread.join()
-    assert [type(error) for error in caught] == [StepwellUsageError] * 4
+    assert [type(error) for error in caught] == [StepwellUsageError] * 3
     assert "not-the-engine" in str(caught[0])
     assert pool.drain().gathers == tuple(queued)
 
@@ -422,6 +423,33 @@ def test_another_thread_may_wait_for_a_gather_that_is_still_queued(pool: DeviceP
     pool.drain()
     thread.join()
     np.testing.assert_array_equal(seen[0], painted(pool, [5]))
+
+
+def test_threads_that_queue_find_their_own_pages_while_an_engine_steps(pool: DevicePool) -> None:
+    wrong: list[str] = []
+
+    def producer(number: int) -> None:
+        slots = list(range(number * 8, number * 8 + 8))
+        for turn in range(25):
+            pages = painted(pool, [1000 * number + 8 * turn + i for i in range(8)])
+            scattered(pool, slots, pages)
+            pages_before = pages.copy()
+            pages[:] = 0xEE
+            ticket = gathered(pool, slots)
+            if not np.array_equal(pages_of(ticket), pages_before):
+                wrong.append(f"producer {number}, turn {turn}")
+            ticket.release()
+
+    producers = [threading.Thread(target=producer, args=(number,)) for number in range(3)]
+    for thread in producers:
+        thread.start()
+    page = values_of(pool, painted(pool, [1])[0])
+    while any(thread.is_alive() for thread in producers):
+        with pool.step() as handle:
+            handle.arrays = engine_write(handle.arrays, 31, page)
+    assert wrong == []
+    assert pool.stats().gathered_pages == 3 * 25 * 8
+    assert pool.stats().outstanding_bytes == 0
 
 
 # ---- loss ----------------------------------------------------------------------------------------
@@ -499,16 +527,16 @@ def test_arrays_that_cannot_be_the_pool_lose_it(pool: DevicePool, leave, complai
 
 
 def test_a_gather_that_does_not_materialise_fails_alone(pool: DevicePool) -> None:
-    class Broken(JaxReadiness):
-        def wait(self, result: jax.Array) -> None:
+    class Broken(ResultReadiness):
+        def wait(self, result: Result) -> None:
             raise RuntimeError("out of device memory")
 
     ticket = gathered(pool, [1])
     pool.drain()
-    pool.readiness = Broken()
+    pool._queue.readiness = Broken()
     with pytest.raises(DeviceResetError, match="out of device memory"):
         ticket.wait()
-    pool.readiness = JaxReadiness()
+    pool._queue.readiness = ResultReadiness()
     assert ticket.state is TicketState.FAILED
     assert pool.stats().outstanding_bytes == 0
     assert not pool.is_reset
@@ -536,6 +564,63 @@ def test_close_fails_what_is_queued_and_ends_the_pool(pool: DevicePool) -> None:
     late = pool.queue_gather(np.array([1]), generation=pool.generation)
     assert isinstance(late, GatherTicket)
     assert late.state is TicketState.FAILED
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("RESOURCE_EXHAUSTED")
+
+
+def test_a_scatter_that_cannot_be_dispatched_loses_the_pool_and_fails_all(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = gathered(pool, [1])
+    broken = scattered(pool, [1], painted(pool, [1]))
+    after = gathered(pool, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_scatter", refuse)
+        with pytest.raises(DeviceResetError, match="RESOURCE_EXHAUSTED"):
+            pool.drain()
+    assert pool.is_reset
+    assert not pages_of(before).any()
+    assert broken.state is after.state is TicketState.FAILED
+    before.release()
+    assert pool.stats().outstanding_bytes == 0
+    pool.renew()
+    pool.drain()
+
+
+def test_a_gather_that_cannot_be_dispatched_fails_alone(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = gathered(pool, list(range(32)))
+    scatter = scattered(pool, [1], painted(pool, [1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_gather", refuse)
+        assert pool.drain().scatters == (scatter,)
+    assert isinstance(refused.error, DeviceResetError)
+    check = gathered(pool, [1])
+    pool.drain()
+    np.testing.assert_array_equal(pages_of(check), painted(pool, [1]))
+
+
+def test_pages_that_cannot_be_staged_are_a_failed_ticket(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_stage", refuse)
+    ticket = scattered(pool, [1], painted(pool, [1]))
+    assert ticket.state is TicketState.FAILED
+    assert pool.stats().outstanding_bytes == 0
+    assert pool.stats().queued_chunks == 0
+    pool.drain()
+
+
+def test_any_thread_may_close_an_idle_pool(pool: DevicePool) -> None:
+    pool.drain()
+    thread = threading.Thread(target=pool.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(StoreClosedError):
+        pool.drain()
 
 
 # ---- bounds and misuse ---------------------------------------------------------------------------

@@ -33,13 +33,12 @@ whole pool for one bf16 scatter (one 16 KiB page in a pool of 16,384: 160 ms, as
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Protocol
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +54,22 @@ from stepwell.errors import (
     StoreClosedError,
 )
 from stepwell.geometry import PageGeometry
+from stepwell.tiers.device_queue import (
+    Chunk,
+    Dispatched,
+    GatherTicket,
+    QueueFull,
+    Readiness,
+    Result,
+    ResultReadiness,
+    Rows,
+    ScatterTicket,
+    Slots,
+    WorkQueue,
+    device_error,
+)
 
 Arrays = tuple[jax.Array, ...]
-Rows = npt.NDArray[np.uint8]
-Slots = npt.NDArray[np.int64]
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_STEP_BYTES = 64 << 20
@@ -72,88 +83,6 @@ _DTYPE_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _NARROW_STORAGE: dict[int, np.dtype[np.generic]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 # JAX aliases host memory that is aligned to this, and copies it once more where it is not.
 _HOST_ALIGNMENT = 64
-
-
-class Readiness(Protocol):
-    """Answer whether a result of our own has been computed; tests pass a gate of theirs."""
-
-    def is_ready(self, result: jax.Array) -> bool:
-        """Return at once whether wait() would return at once."""
-        ...
-
-    def wait(self, result: jax.Array) -> None:
-        """Block until the result is there; raise what its computation raised."""
-        ...
-
-
-class JaxReadiness:
-    """Ask JAX."""
-
-    def is_ready(self, result: jax.Array) -> bool:
-        """Return at once whether wait() would return at once."""
-        return bool(result.is_ready())  # type: ignore[attr-defined]  # missing in JAX's stubs
-
-    def wait(self, result: jax.Array) -> None:
-        """Block until the result is there, without the GIL; raise what its computation raised."""
-        result.block_until_ready()
-
-
-@dataclass(frozen=True, slots=True)
-class QueueFull:
-    """Say that a batch was not taken, and the numbers; nothing was copied, nothing changed."""
-
-    needed_bytes: int
-    outstanding_bytes: int
-    capacity_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolArguments:
-    """Say where canonical rows lie, in the arguments of the core's `Pool`; one entry a stream.
-
-    Entry layer * streams + stream. A canonical stream is contiguous, hence one piece.
-    """
-
-    base: npt.NDArray[np.uint64]
-    slot_stride: npt.NDArray[np.int64]
-    outer_stride: npt.NDArray[np.int64]
-    inner_stride: npt.NDArray[np.int64]
-    outer_count: npt.NDArray[np.uint32]
-    inner_count: npt.NDArray[np.uint32]
-    piece_bytes: npt.NDArray[np.uint64]
-    slots: int
-    writable: bool
-
-
-def pool_arguments(rows: Rows, *, layers: int, streams: int) -> PoolArguments:
-    """Describe canonical pages, one a row, to the core; no work per page.
-
-    Args:
-        rows: uint8[n, page_bytes], each row contiguous; such as GatherTicket.host_views() returns.
-        layers: layers of a page, all alike.
-        streams: streams of a layer.
-
-    Requires: the caller keeps `rows` alive as long as the core may read it.
-    """
-    count = layers * streams
-    if rows.ndim != 2 or rows.dtype != np.uint8 or rows.strides[1] != 1 or rows.shape[1] % count:
-        raise GeometryError(
-            f"need uint8[n, page_bytes] with contiguous rows of {count} equal streams, got "
-            f"{rows.dtype}{list(rows.shape)} with strides {rows.strides}"
-        )
-    piece_bytes = rows.shape[1] // count
-    offsets = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes)
-    return PoolArguments(
-        base=np.uint64(rows.ctypes.data) + offsets,
-        slot_stride=np.full(count, rows.strides[0], np.int64),
-        outer_stride=np.zeros(count, np.int64),
-        inner_stride=np.zeros(count, np.int64),
-        outer_count=np.ones(count, np.uint32),
-        inner_count=np.ones(count, np.uint32),
-        piece_bytes=np.full(count, piece_bytes, np.uint64),
-        slots=len(rows),
-        writable=bool(rows.flags.writeable),
-    )
 
 
 def logical_dtype(name: str) -> np.dtype[np.generic]:
@@ -171,112 +100,7 @@ def storage_dtype(logical: np.dtype[np.generic], *, platform: str) -> np.dtype[n
     return logical
 
 
-# ---- tickets -------------------------------------------------------------------------------------
-
-
-class TicketState(Enum):
-    """QUEUED -> DISPATCHED | FAILED; a gather then DISPATCHED -> FAILED | RELEASED."""
-
-    QUEUED = "queued"
-    DISPATCHED = "dispatched"
-    FAILED = "failed"
-    RELEASED = "released"
-
-
-class ScatterTicket:
-    """Follow pages on their way into slots.
-
-    DISPATCHED: any computation dispatched later on the pool reads them. FAILED: the pool was lost.
-    """
-
-    def __init__(self, slots: Slots, *, chunks: int, held_bytes: int) -> None:
-        self.slots = slots
-        self.state = TicketState.QUEUED
-        self.error: DeviceResetError | None = None
-        self._undispatched_chunks = chunks
-        self._held_bytes = held_bytes  # what it counts against the pool's bound
-
-
-class GatherTicket(ScatterTicket):
-    """Follow pages on their way out of slots, and own the arrays they arrive in.
-
-    DISPATCHED: the slots may be overwritten. The result holds device memory until release().
-    Threads: one at a time waits, reads and releases; the pool's owner dispatches meanwhile.
-    """
-
-    def __init__(self, pool: DevicePool, slots: Slots, *, chunks: int, held_bytes: int) -> None:
-        super().__init__(slots, chunks=chunks, held_bytes=held_bytes)
-        self._pool = pool
-        self._left_queue = threading.Event()
-        self._results: list[tuple[jax.Array, int]] = []
-        self._views: list[Rows] = []
-
-    def ready(self) -> bool:
-        """Return at once whether wait() would return, or raise, at once."""
-        if self.state is TicketState.DISPATCHED:
-            return all(self._pool.readiness.is_ready(result) for result, _ in self._results)
-        return self.state is not TicketState.QUEUED
-
-    def wait(self) -> None:
-        """Block until the pages are there; while the gather is queued, until it is dispatched too.
-
-        Raises: DeviceResetError where the pool was lost first or the pages' computation failed;
-        StepwellUsageError after release().
-        """
-        self._left_queue.wait()
-        if self.state is TicketState.DISPATCHED:
-            try:
-                for result, _ in self._results:
-                    self._pool.readiness.wait(result)
-            except RuntimeError as cause:  # what JAX raises for a computation that failed
-                error = DeviceResetError(f"a gather of {len(self.slots)} pages failed: {cause}")
-                error.__cause__ = cause
-                self.fail(error)
-        if self.error is not None:
-            raise self.error
-        if self.state is TicketState.RELEASED:
-            raise StepwellUsageError("a gather was read after its release")
-
-    def host_views(self) -> list[Rows]:
-        """Return the pages as canonical rows, in the order of `slots`; waits as wait() does.
-
-        Returns: read-only uint8[k, page_bytes] arrays, k adding up to n. On CPU they are views of
-        the result, which is never donated; elsewhere JAX's copy on the host. Read until release().
-        """
-        self.wait()
-        if not self._views:
-            self._views = [
-                np.asarray(result).reshape(len(result), -1).view(np.uint8)[:count]
-                for result, count in self._results
-            ]
-        return self._views
-
-    def fail(self, error: DeviceResetError) -> None:
-        """Declare that the pages never arrived: wait() raises `error`. Nothing after release()."""
-        self._pool._fail(self, error)
-
-    def release(self) -> None:
-        """Drop the result and give its bytes back to the pool's bound; idempotent.
-
-        Raises: StepwellUsageError while queued.
-        """
-        self._pool._release(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """List the tickets that one entry or drain finished dispatching, in queue order."""
-
-    scatters: tuple[ScatterTicket, ...] = ()
-    gathers: tuple[GatherTicket, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    ticket: ScatterTicket
-    slots: npt.NDArray[np.int32]  # padded to a bucket
-    count: int  # real pages among them
-    rows: jax.Array | None  # of a scatter: our own copy, on the device
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 class StepHandle:
@@ -392,7 +216,6 @@ class DevicePool:
         self.layers = geometry.layers
         self.streams = geometry.streams
         self.sharding = sharding or SingleDeviceSharding(jax.devices()[0])
-        self.readiness: Readiness = readiness or JaxReadiness()
         platform = _platform(self.sharding)
         self.logical_dtype = logical_dtype(geometry.dtype)
         self.storage_dtype = storage_dtype(self.logical_dtype, platform=platform)
@@ -404,22 +227,21 @@ class DevicePool:
         fitting = tuple(bucket for bucket in buckets if bucket * self.page_bytes <= most)
         self.buckets = fitting or (buckets[0],)
         self._max_step_bytes = max_step_bytes
-        self._max_outstanding_bytes = max_outstanding_bytes
         self._rows_sharding = _rows_sharding(self.sharding)
         self._scatter, self._gather = _programs(self.sharding, self._rows_sharding, self.streams)
 
-        self._arrays: Arrays | None = self._adopt(arrays)  # touched on the owner's thread alone
-        self._lock = threading.Lock()  # guards all below, and the tickets; held over nothing long
+        self._queue = WorkQueue(
+            capacity_bytes=max_outstanding_bytes,
+            page_bytes=self.page_bytes,
+            readiness=readiness or ResultReadiness(),
+        )
+        self._lock = threading.Lock()  # guards the five below
+        self._arrays: Arrays | None = self._adopt(arrays)
         self._owner: threading.Thread | None = None
         self._state = _PoolState.OPEN
-        self._queue: deque[_Chunk] = deque()
-        self._generation = 0
         self._version = 0
-        self._outstanding_bytes = 0
-        self._steps = 0
         self._resets = 0
-        self._scattered_pages = 0
-        self._gathered_pages = 0
+        self._steps = 0  # the owner's alone, as the next
         self._copied_pools = 0
 
     @property
@@ -430,7 +252,7 @@ class DevicePool:
     @property
     def generation(self) -> int:
         """Return a number that changes when the content is lost; work is queued for one of them."""
-        return self._generation
+        return self._queue.generation
 
     @property
     def version(self) -> int:
@@ -459,17 +281,17 @@ class DevicePool:
 
     def stats(self) -> DevicePoolStats:
         """Return a snapshot of the counters; any thread."""
-        with self._lock:
-            return DevicePoolStats(
-                generation=self._generation,
-                steps=self._steps,
-                resets=self._resets,
-                scattered_pages=self._scattered_pages,
-                gathered_pages=self._gathered_pages,
-                queued_chunks=len(self._queue),
-                outstanding_bytes=self._outstanding_bytes,
-                copied_pools=self._copied_pools,
-            )
+        queue = self._queue.stats()
+        return DevicePoolStats(
+            generation=self.generation,
+            steps=self._steps,
+            resets=self._resets,
+            scattered_pages=queue.scattered_pages,
+            gathered_pages=queue.gathered_pages,
+            queued_chunks=queue.queued_chunks,
+            outstanding_bytes=queue.outstanding_bytes,
+            copied_pools=self._copied_pools,
+        )
 
     # ---- queueing, from any thread ---------------------------------------------------------------
 
@@ -489,23 +311,21 @@ class DevicePool:
             rows: int64[n], which rows of source; its first n where None.
             generation: of the pool, read when the slots were claimed.
 
-        Returns: a ticket, FAILED from the start where the pool was lost since; or QueueFull.
-        A batch beyond the whole bound is taken when nothing else is outstanding. Either way the
-        rows may be repainted at once.
+        Returns: a ticket, or QueueFull. The ticket is FAILED from the start where the pool was lost
+        since, or the device has no memory for the copy. A batch beyond the whole bound is taken
+        when nothing else is outstanding. In any case the rows may be repainted at once.
         Raises: GeometryError, StepwellUsageError; nothing is queued then.
         Cost: one copy of the pages on this thread, without the GIL.
         """
         slots = self._check_slots(slots, distinct=True)
         rows = self._check_rows(source, rows, count=len(slots))
         spans = self._spans(len(slots))
-        nbytes = len(slots) * self.page_bytes
-        ticket = ScatterTicket(slots, chunks=len(spans), held_bytes=nbytes)
-        full = self._reserve(nbytes)
-        if full is not None:
-            return full
+        ticket = self._queue.scatter_ticket(slots, chunks=len(spans))
+        if isinstance(ticket, QueueFull):
+            return ticket
         try:
             chunks = [
-                _Chunk(
+                Chunk(
                     ticket=ticket,
                     slots=self._pad(slots[first:last], bucket),
                     count=last - first,
@@ -513,11 +333,10 @@ class DevicePool:
                 )
                 for first, last, bucket in spans
             ]
-        except BaseException:  # no device memory for the copy: the bound must not keep its bytes
-            with self._lock:
-                self._give_back(ticket)
-            raise
-        self._enqueue(ticket, chunks, generation)
+        except (RuntimeError, MemoryError) as cause:  # no memory for the copy
+            ticket.fail(device_error(f"{len(slots)} pages could not be staged", cause))
+            return ticket
+        self._queue.push(chunks, generation=generation)
         return ticket
 
     def queue_gather(
@@ -535,16 +354,14 @@ class DevicePool:
         """
         slots = self._check_slots(slots, distinct=False)
         spans = self._spans(len(slots))
-        nbytes = len(slots) * self.page_bytes
-        ticket = GatherTicket(self, slots, chunks=len(spans), held_bytes=nbytes)
-        full = self._reserve(nbytes)
-        if full is not None:
-            return full
+        ticket = self._queue.gather_ticket(slots, chunks=len(spans))
+        if isinstance(ticket, QueueFull):
+            return ticket
         chunks = [
-            _Chunk(ticket, self._pad(slots[first:last], bucket), last - first, None)
+            Chunk(ticket, self._pad(slots[first:last], bucket), last - first, None)
             for first, last, bucket in spans
         ]
-        self._enqueue(ticket, chunks, generation)
+        self._queue.push(chunks, generation=generation)
         return ticket
 
     # ---- steps, on the owner's thread ------------------------------------------------------------
@@ -564,7 +381,7 @@ class DevicePool:
         try:
             yield handle
         except BaseException as cause:
-            self._lose(_PoolState.RESET, f"the step raised {type(cause).__name__}: {cause}")
+            self._reset(f"the step raised {type(cause).__name__}: {cause}")
             raise
         self._leave(handle)
 
@@ -601,17 +418,23 @@ class DevicePool:
             raise StepwellUsageError(
                 f"only a reset pool is renewed; this one is {self._state.value}"
             )
-        self._arrays = self._adopt(arrays)
+        fresh = self._adopt(arrays)
         with self._lock:
+            self._arrays = fresh
             self._state = _PoolState.OPEN
 
     def close(self) -> None:
-        """Fail what is queued and drop the arrays; results already dispatched stay. Idempotent."""
-        self._check_owner()
-        if self._state is _PoolState.STEPPING:
-            raise StepwellUsageError("the device pool cannot be closed inside its own step")
-        if self._state is not _PoolState.CLOSED:
-            self._lose(_PoolState.CLOSED, "it was closed")
+        """Fail what is queued and drop the arrays; results already dispatched stay. Idempotent.
+
+        Threads: any.
+        Raises: StepwellUsageError inside a step.
+        """
+        with self._lock:
+            if self._state is _PoolState.STEPPING:
+                raise StepwellUsageError("the device pool cannot be closed inside a step")
+            self._state = _PoolState.CLOSED
+            self._arrays = None
+        self._queue.close()
 
     # ---- the inside of a step --------------------------------------------------------------------
 
@@ -624,7 +447,7 @@ class DevicePool:
         if owner is not current:
             raise StepwellUsageError(
                 f"the device pool belongs to thread {owner.name!r}; {current.name!r} may queue "
-                "work, but only the owner may step, drain, renew or close"
+                "work, but only the owner may step, drain or renew"
             )
 
     def _enter(self) -> StepHandle:
@@ -635,7 +458,7 @@ class DevicePool:
             if self._state is _PoolState.RESET:
                 raise DeviceResetError("the device pool was lost in a failed step; call renew()")
             arrays, self._arrays = self._arrays, None
-            if self._state is _PoolState.CLOSED or arrays is None:
+            if arrays is None:
                 raise StoreClosedError("the device pool is closed")
             self._state = _PoolState.STEPPING
             self._version += 1
@@ -644,10 +467,10 @@ class DevicePool:
         try:
             self._dispatch(handle)
         except BaseException as cause:
-            self._lose(_PoolState.RESET, f"dispatching raised {type(cause).__name__}: {cause}")
-            raise DeviceResetError(
-                f"the device pool was lost while queued work was dispatched: {cause}; call renew()"
-            ) from cause
+            self._reset(f"dispatching queued work raised {type(cause).__name__}: {cause}")
+            if isinstance(cause, RuntimeError):  # JAX: no memory, or an earlier step's failure
+                raise device_error("the device pool was lost dispatching work", cause) from cause
+            raise
         return handle
 
     def _dispatch(self, handle: StepHandle) -> None:
@@ -655,84 +478,56 @@ class DevicePool:
         scatters: list[ScatterTicket] = []
         gathers: list[GatherTicket] = []
         used_bytes = 0
-        while True:
-            with self._lock:
-                if not self._queue:
-                    break
-                nbytes = len(self._queue[0].slots) * self.page_bytes
-                if used_bytes and used_bytes + nbytes > self._max_step_bytes:
-                    break
-                chunk = self._queue.popleft()
+        while (chunk := self._queue.head()) is not None:
+            nbytes = len(chunk.slots) * self.page_bytes
+            if used_bytes and used_bytes + nbytes > self._max_step_bytes:
+                break
             used_bytes += nbytes
-            if isinstance(chunk.ticket, GatherTicket):
-                if self._dispatch_gather(handle, chunk, chunk.ticket):
-                    gathers.append(chunk.ticket)
-            elif self._dispatch_scatter(handle, chunk):
-                scatters.append(chunk.ticket)
+            # It leaves the queue once it is dispatched: one that raises is failed with the rest.
+            if isinstance(chunk.ticket, ScatterTicket):
+                self._dispatch_scatter(handle, chunk)
+                if self._queue.done(chunk):
+                    scatters.append(chunk.ticket)
+            elif self._dispatch_gather(handle, chunk):
+                gathers.append(chunk.ticket)
         handle.dispatched = Dispatched(tuple(scatters), tuple(gathers))
 
-    def _dispatch_scatter(self, handle: StepHandle, chunk: _Chunk) -> bool:
-        """Dispatch one chunk; return whether it was its ticket's last."""
+    def _dispatch_scatter(self, handle: StepHandle, chunk: Chunk) -> None:
         before = handle.arrays
         handle.arrays = self._scatter(before, chunk.slots, chunk.rows)
-        ticket = chunk.ticket
-        with self._lock:
-            self._copied_pools += not before[0].is_deleted()
-            self._scattered_pages += chunk.count
-            ticket._undispatched_chunks -= 1
-            if ticket._undispatched_chunks:
-                return False
-            ticket.state = TicketState.DISPATCHED
-            self._give_back(ticket)
-        return True
+        self._copied_pools += not before[0].is_deleted()
 
-    def _dispatch_gather(self, handle: StepHandle, chunk: _Chunk, ticket: GatherTicket) -> bool:
-        """Dispatch one chunk; return whether it was its ticket's last. A refusal fails it alone."""
-        if ticket.error is not None:
-            return False
+    def _dispatch_gather(self, handle: StepHandle, chunk: Chunk) -> bool:
+        """Dispatch one chunk; return whether its ticket is done. A refusal fails that alone."""
         try:
             result = self._gather(handle.arrays, chunk.slots)
         except RuntimeError as cause:  # no device memory for the result; the pool is not donated
-            error = DeviceResetError(f"a gather of {len(ticket.slots)} pages was refused: {cause}")
-            error.__cause__ = cause
-            self._fail(ticket, error)
+            pages = len(chunk.ticket.slots)
+            chunk.ticket.fail(device_error(f"a gather of {pages} pages was refused", cause))
             return False
         result.copy_to_host_async()
-        with self._lock:
-            if ticket.error is not None:
-                return False
-            self._gathered_pages += chunk.count
-            ticket._results.append((result, chunk.count))
-            ticket._undispatched_chunks -= 1
-            if ticket._undispatched_chunks:
-                return False
-            ticket.state = TicketState.DISPATCHED
-            ticket._left_queue.set()
-        return True
+        return self._queue.done(chunk, cast("Result", result))  # JAX's stubs lack is_ready
 
     def _leave(self, handle: StepHandle) -> None:
         arrays = handle._end()
         problem = self._problem(arrays)
         if problem is not None:
-            self._lose(_PoolState.RESET, problem)
+            self._reset(problem)
             raise DeviceResetError(f"the device pool was lost: {problem}; call renew()")
-        self._arrays = arrays
+        self._steps += 1
         with self._lock:
+            self._arrays = arrays
             self._state = _PoolState.OPEN
             self._version += 1
-            self._steps += 1
 
-    def _lose(self, state: _PoolState, reason: str) -> None:
-        """Drop the arrays and the queue and fail its tickets; dispatched results stay."""
-        self._arrays = None
+    def _reset(self, reason: str) -> None:
+        """Drop the arrays and fail what is queued; dispatched results stay."""
         with self._lock:
-            self._state = state
+            self._arrays = None
+            self._state = _PoolState.RESET
             self._version += 1
-            self._generation += 1
-            self._resets += state is _PoolState.RESET
-            queued, self._queue = self._queue, deque()
-            for ticket in {id(chunk.ticket): chunk.ticket for chunk in queued}.values():
-                self._fail_locked(ticket, DeviceResetError(f"the device pool was lost: {reason}"))
+            self._resets += 1
+        self._queue.lose(f"the device pool was lost: {reason}")
 
     def _problem(self, arrays: Sequence[jax.Array]) -> str | None:
         """Say why arrays cannot be this pool's, None where they can."""
@@ -763,7 +558,7 @@ class DevicePool:
             raise GeometryError(f"these arrays cannot be the device pool: {problem}")
         return tuple(arrays)
 
-    # ---- the inside of the queue -----------------------------------------------------------------
+    # ---- chunks ----------------------------------------------------------------------------------
 
     def _check_slots(self, slots: npt.NDArray[np.integer], *, distinct: bool) -> Slots:
         checked = np.array(slots, dtype=np.int64, ndmin=1)
@@ -820,54 +615,6 @@ class DevicePool:
         values = own.view(self.storage_dtype).reshape(bucket, *self._row_shape)
         staged: jax.Array = jax.device_put(values, self._rows_sharding)
         return staged
-
-    def _reserve(self, nbytes: int) -> QueueFull | None:
-        with self._lock:
-            outstanding, capacity = self._outstanding_bytes, self._max_outstanding_bytes
-            if outstanding and outstanding + nbytes > capacity:
-                return QueueFull(nbytes, outstanding, capacity)
-            self._outstanding_bytes += nbytes
-        return None
-
-    def _give_back(self, ticket: ScatterTicket) -> None:
-        self._outstanding_bytes -= ticket._held_bytes
-        ticket._held_bytes = 0
-
-    def _enqueue(self, ticket: ScatterTicket, chunks: list[_Chunk], generation: int) -> None:
-        with self._lock:
-            if generation == self._generation and self._state is not _PoolState.CLOSED:
-                self._queue.extend(chunks)
-                return
-            self._fail_locked(
-                ticket,
-                DeviceResetError(
-                    f"the work was for generation {generation}, the pool is at {self._generation}"
-                ),
-            )
-
-    def _fail(self, ticket: ScatterTicket, error: DeviceResetError) -> None:
-        with self._lock:
-            self._fail_locked(ticket, error)
-
-    def _fail_locked(self, ticket: ScatterTicket, error: DeviceResetError) -> None:
-        if ticket.state in (TicketState.FAILED, TicketState.RELEASED):
-            return
-        ticket.state = TicketState.FAILED
-        ticket.error = error
-        self._give_back(ticket)
-        if isinstance(ticket, GatherTicket):
-            ticket._results = []
-            ticket._left_queue.set()
-
-    def _release(self, ticket: GatherTicket) -> None:
-        with self._lock:
-            if ticket.state is TicketState.QUEUED:
-                raise StepwellUsageError("a queued gather has nothing to release; fail() it")
-            if ticket.state is TicketState.DISPATCHED:
-                ticket.state = TicketState.RELEASED
-            ticket._results = []
-            ticket._views = []
-            self._give_back(ticket)
 
 
 # ---- programs ------------------------------------------------------------------------------------
