@@ -9,7 +9,7 @@ from stepwell.clock import Clock
 from stepwell.config import DiskTier
 from stepwell.index import Tier
 from stepwell.tiers.volume_tier import VolumeTier
-from stepwell.tiers.volumes import Machine
+from stepwell.tiers.directory import Machine
 
 RECENCY_SECONDS: Final = 60.0
 """How often the order of pages and the LMDB copy of the index are written, and at close: for the wear of the disk."""

@@ -9,7 +9,7 @@ from stepwell.clock import Clock
 from stepwell.config import SharedTier
 from stepwell.index import Tier
 from stepwell.tiers.volume_tier import VolumeTier
-from stepwell.tiers.volumes import Machine
+from stepwell.tiers.directory import Machine
 
 RECENCY_SECONDS: Final = 0.25
 """How often the order of pages is stamped: plain stores, no system call a page."""

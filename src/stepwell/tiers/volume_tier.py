@@ -21,8 +21,9 @@ from stepwell.config import DiskTier, SharedTier, floor_bytes, parse_size, volum
 from stepwell.errors import BudgetError, StepwellError, TierIOError, VolumeError
 from stepwell.index import Index, Tier
 from stepwell.tiers.base import Recovered
-from stepwell.tiers.directory import CoreHeaders, DirectoryConfig, HeldVolume, Machine, TierDirectory
+from stepwell.tiers.directory import CoreHeaders, DirectoryConfig, HeldVolume, Machine
 from stepwell.tiers.directory import Full as DirectoryFull
+from stepwell.tiers.volumes import TierDirectory
 
 _LOG = logging.getLogger("stepwell")
 SLOT_BITS: Final = 20
