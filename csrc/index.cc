@@ -1481,7 +1481,15 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
       }
     }
   }
-  for (auto page = late.rbegin(); page != late.rend(); ++page) enter_rank(*page, tier);
+  // Oldest first, but a page only when its ancestors have entered: it enters below them.
+  std::unordered_set<PageId> waiting(late.begin(), late.end());
+  for (auto start = late.rbegin(); start != late.rend(); ++start) {
+    chain.clear();
+    for (PageId page = *start; page != kNoPage && above.contains(page); page = pages.parent(page)) {
+      if (waiting.erase(page) > 0) chain.push_back(page);
+    }
+    for (auto page = chain.rbegin(); page != chain.rend(); ++page) enter_rank(*page, tier);
+  }
 }
 
 void Index::rank_order(Tier tier, std::vector<uint32_t>* slots) const {

@@ -27,7 +27,8 @@ from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
 from stepwell.lease import Match
 from stepwell.mover import POOL_COLUMN, SINK, SOURCE, Full, Plan, Transfer
 from stepwell.pool import LentPool, lend_canonical
-from stepwell.tiers.device import DevicePool, GatherTicket, QueueFull, ScatterTicket, StepHandle, TicketState
+from stepwell.tiers.device import DevicePool, StepHandle
+from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
 
 _NEW = int(ClaimOutcome.NEW)
 _PENDING = int(ClaimOutcome.PENDING)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.store import PageStore
-from stepwell.tiers.device import QueueFull, ScatterTicket
+from stepwell.tiers.device_queue import QueueFull, ScatterTicket
 
 
 def swap_staged_pages(store: PageStore) -> None:
