@@ -134,7 +134,8 @@ class Worker:
         return given
 
     def do_give(self) -> None:
-        self._open().give_back(self._open().held[-1])
+        for volume in self._open().held[-1:]:
+            self._open().give_back(volume)
 
     def do_scan(self) -> dict[str, int]:
         view = self._open().scan()

@@ -49,8 +49,7 @@ from stepwell.tiers.volume_files import (
     VolumeNames,
     create_file,
     open_ours,
-    remove_files,
-    write_all,
+    remove_until_failure,
 )
 
 # An owner that does not answer a want (stopped, or stuck) is passed over after this long.
@@ -387,14 +386,13 @@ class TierDirectory:
 
     def _probe_direct_io(self) -> None:
         """Find the alignment that the file system wants. Requires: the directory lock."""
+        # An empty file is asked: the directory may be full, and every byte of a t- name counts.
         name = f"t-{self._machine.new_id()}.pages"
-        descriptor = create_file(f"{self._path}/{name}")
         try:
-            write_all(descriptor.fileno(), bytes(4096), 0)
+            create_file(f"{self._path}/{name}").close()
             alignment = _core.file_direct_alignment(f"{self._path}/{name}")
         finally:
-            descriptor.close()
-            remove_files(self._path, [name])
+            remove_until_failure(self._path, [name])
         self._direct_io = alignment > 0
         self._alignment = max(alignment, 512) if self._direct_io else 4096
 
