@@ -1,4 +1,4 @@
-"""Processes of one tier directory that are stopped or killed at every call of the file layer (FORMAT.md 6, 7)."""
+"""Processes of one tier directory, stopped or killed at every call of the file layer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from directory_child import VOLUME, make_directory
 
+from directory_child import VOLUME, make_directory
 from stepwell.tiers.directory import HeldVolume
 from stepwell.tiers.volumes import TierDirectory
 
 CHILD = Path(__file__).with_name("directory_child.py")
-# After a death, a starving process is served within so many rounds of: owners answer, the starving one asks.
+# After a death, a starving process is served within so many rounds of: owners answer, the starving
+# one asks.
 ROUNDS = 3
 
 
 class Child:
-    """A process that obeys: `ask` waits for its answer, `send` and `receive` leave time in between."""
+    """A process that obeys: `ask` waits for the answer, `send` and `receive` leave time between."""
 
     def __init__(self, kind: str) -> None:
         self.process = subprocess.Popen(
@@ -85,7 +86,8 @@ def medium(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    # For both media: the protocol is the same on every file system, and in memory a call costs less.
+    # For both media: the protocol is the same on every file system, and in memory a call costs
+    # less.
     path = Path(tempfile.mkdtemp(prefix="stepwell-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
@@ -131,8 +133,9 @@ def assert_tidy(path: Path, processes: int) -> None:
 
 
 def full_directory(path: Path, medium: str) -> TierDirectory:
-    """Fill a directory of four volumes: two held by the directory returned, whose floor is one; an orphan of its
-    fingerprint, and one of another.
+    """Fill a directory of four volumes: two held by the one returned, two orphans.
+
+    Its floor is one. One orphan is of its fingerprint, the other is not.
     """
     with make_directory(str(path), medium, fingerprint="b") as other:
         assert isinstance(other.grow(), HeldVolume)
@@ -151,7 +154,7 @@ def answer(rich: TierDirectory) -> None:
 
 
 class Sweep:
-    """Rounds of: a full directory, a victim that is struck at its n-th call, and what must hold then."""
+    """Rounds of: a full directory, a victim struck at its n-th call, and what must hold then."""
 
     def __init__(self, base: Path, medium: str, poor: Child, zygote: Child) -> None:
         self.base, self.medium, self.poor, self.zygote = base, medium, poor, zygote
@@ -166,11 +169,15 @@ class Sweep:
 
     def open_poor(self, *, lock_timeout: float) -> dict[str, Any]:
         return self.poor.ask(
-            "open", path=str(self.path), medium=self.medium, fingerprint="c", lock_timeout=lock_timeout
+            "open",
+            path=str(self.path),
+            medium=self.medium,
+            fingerprint="c",
+            lock_timeout=lock_timeout,
         )
 
     def serve(self) -> bool:
-        """Let the poor one ask while the rich one answers, a few rounds; return whether it got its volume."""
+        """Let the poor one ask while the rich one answers; return whether it got its volume."""
         self.open_poor(lock_timeout=5.0)
         for _ in range(ROUNDS):
             held = self.poor.ask("grow")["held"]
@@ -224,7 +231,8 @@ def test_a_process_stopped_at_any_call_harms_nobody_and_its_death_frees_what_it_
 def test_a_process_killed_while_others_work_leaves_budget_owners_and_names_in_order(
     base: Path, medium: str, poor: Child, zygote: Child
 ) -> None:
-    # Every call is struck above; here it is the others' work at the same time that counts, so a sample is enough.
+    # Every call is struck above; here it is the others' work at the same time that counts, so a
+    # sample is enough.
     sweep = Sweep(base, medium, poor, zygote)
     for nth in range(1, 1000, 7):
         sweep.begin(nth)
