@@ -89,6 +89,13 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> for_each(Index& index, const Array1
   return to_numpy(std::move(out));
 }
 
+// A read-only view of memory that the Python object owns.
+template <typename T, typename... Sizes>
+nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>> view(const T* data, Sizes... sizes) {
+  const size_t shape[] = {static_cast<size_t>(sizes)...};
+  return nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>>(data, sizeof...(Sizes), shape);
+}
+
 std::vector<std::string> residency_names() { return {"absent", "arriving", "resident", "leaving", "quarantined"}; }
 
 std::vector<std::string> move_names() {
@@ -122,15 +129,18 @@ void bind_index(nb::module_& module) {
         return out;
       }, "Return (first page, pages, tier) of each run, in order.");
 
-  nb::class_<ClaimBatch>(module, "ClaimBatch", "What a claim over n pages did; columns are tiers. Each array is handed out once made.")
-      .def_prop_ro("pages", [](const ClaimBatch& self) { return to_numpy(std::vector<uint32_t>(self.pages)); })
-      .def_prop_ro("outcomes", [](const ClaimBatch& self) {
-        std::vector<uint8_t> out(self.outcomes.size());
-        std::transform(self.outcomes.begin(), self.outcomes.end(), out.begin(), [](ClaimOutcome o) { return static_cast<uint8_t>(o); });
-        return to_numpy(std::move(out), self.pages.size(), kTiers);
-      })
-      .def_prop_ro("slots", [](const ClaimBatch& self) { return to_numpy(std::vector<uint32_t>(self.slots), self.pages.size(), kTiers); })
-      .def_prop_ro("numbers", [](const ClaimBatch& self) { return to_numpy(std::vector<uint32_t>(self.numbers), self.pages.size(), kTiers); })
+  nb::class_<ClaimBatch>(module, "ClaimBatch", "What a claim over n pages did; columns are tiers. The arrays are views of it.")
+      .def_prop_ro("pages", [](const ClaimBatch& self) { return view(self.pages.data(), self.pages.size()); },
+                   nb::rv_policy::reference_internal)
+      .def_prop_ro("outcomes",
+                   [](const ClaimBatch& self) {
+                     return view(reinterpret_cast<const uint8_t*>(self.outcomes.data()), self.pages.size(), kTiers);
+                   },
+                   nb::rv_policy::reference_internal)
+      .def_prop_ro("slots", [](const ClaimBatch& self) { return view(self.slots.data(), self.pages.size(), kTiers); },
+                   nb::rv_policy::reference_internal)
+      .def_prop_ro("numbers", [](const ClaimBatch& self) { return view(self.numbers.data(), self.pages.size(), kTiers); },
+                   nb::rv_policy::reference_internal)
       .def_ro("full_at", &ClaimBatch::full_at);
 
   nb::class_<Index> index(module, "Index", "Tokens and keys -> pages; residency, slots, claims, pins, rank. See csrc/index.h.");

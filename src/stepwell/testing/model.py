@@ -1,0 +1,725 @@
+"""Say what the index must do: residency, claims, pins, rank, epochs and slots in plain dicts.
+
+This is the specification. It is slow, has no tree and no threads, and defers nothing; what it says, `csrc/index.cc` must do.
+Names, not ids: a page is (key, kind, epoch). Which slot, id or number a claim gets is the index's choice, so the model is
+told (`Grant`), and raises `ModelError` where the choice was not free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+TIERS = 4
+ABSENT, ARRIVING, RESIDENT, LEAVING, QUARANTINED = range(5)
+NONE, NEW, PENDING, PRESENT, FULL, REFUSED = range(6)
+MISS_NONE, MISS_ABSENT, MISS_PENDING, MISS_QUARANTINED, MISS_POISONED = range(5)
+ROOT, KNOWN, UNKNOWN = range(3)
+KV = 1
+NO_TIER = 255
+NOT_FULL = 0xFFFFFFFF
+
+# move: (from, to). The same table as csrc/residency.h.
+MOVES: dict[str, tuple[int, int]] = {
+    "claim": (ABSENT, ARRIVING),
+    "commit": (ARRIVING, RESIDENT),
+    "abort": (ARRIVING, ABSENT),
+    "claim_victim": (RESIDENT, LEAVING),
+    "finish": (LEAVING, ABSENT),
+    "keep": (LEAVING, RESIDENT),
+    "quarantine": (RESIDENT, QUARANTINED),
+    "mend": (QUARANTINED, ABSENT),
+}
+
+
+class ModelError(AssertionError):
+    """The index chose what it may not: a slot that is not free, a move that is not legal."""
+
+
+class PageName(NamedTuple):
+    """What identifies a page."""
+
+    key: bytes
+    kind: int
+    epoch: int
+
+
+class Grant(NamedTuple):
+    """What the index gave a claim."""
+
+    page: int
+    slot: int
+    number: int
+
+
+GrantOf = Callable[[int, int], Grant]
+"""Row and tier of a claim -> what the index gave."""
+
+
+@dataclass(slots=True)
+class Page:
+    """One record. Invariant: it lives while it is somewhere, pinned, or a parent."""
+
+    name: PageName
+    id: int | None = None
+    parent: PageName | None = None
+    parent_state: int = UNKNOWN
+    depth: int | None = None
+    residency: list[int] = field(default_factory=lambda: [ABSENT] * TIERS)
+    slot: list[int | None] = field(default_factory=lambda: [None] * TIERS)
+    number: list[int] = field(default_factory=lambda: [0] * TIERS)
+    handed_out: list[bool] = field(default_factory=lambda: [False] * TIERS)
+    claim_pins: int = 0
+    lease_pins: int = 0  # page by page, all tiers
+    tier_pins: list[int] = field(default_factory=lambda: [0] * TIERS)
+
+    def is_pinned(self, tier: int) -> bool:
+        """Say whether the page must stay in `tier`."""
+        return self.claim_pins + self.lease_pins + self.tier_pins[tier] > 0
+
+
+@dataclass(slots=True)
+class TierSlots:
+    """The slots of one tier. Invariant: each is free, private, returning, or one page's."""
+
+    ranges: dict[int, int] = field(default_factory=dict)  # first -> count
+    closed: set[int] = field(default_factory=set)
+    free: set[int] = field(default_factory=set)
+    private: set[int] = field(default_factory=set)
+    returning: set[int] = field(default_factory=set)
+    rank: list[PageName] = field(default_factory=list)  # first to leave first
+
+    def range_of(self, slot: int) -> int:
+        """Return the first slot of the range that `slot` lies in."""
+        return next(first for first, count in self.ranges.items() if first <= slot < first + count)
+
+    def claimable(self) -> int:
+        """Count the free slots of open ranges."""
+        return sum(self.range_of(slot) not in self.closed for slot in self.free)
+
+    def take(self, slot: int) -> None:
+        """Take a free slot that the index chose."""
+        if slot not in self.free or self.range_of(slot) in self.closed:
+            raise ModelError(f"slot {slot} was given and is not free")
+        self.free.remove(slot)
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pins that end together: (page, tier) in order; `whole_page` pins hold in all tiers."""
+
+    pins: list[tuple[PageName, int]]
+    whole_page: bool
+    owners: int = 1
+
+
+@dataclass(slots=True)
+class Matched:
+    """What a match must say."""
+
+    pages: int
+    pending: int
+    miss: int
+    spans: list[tuple[int, int, int]]
+    pins: list[tuple[PageName, int]]
+
+
+class Claimed(NamedTuple):
+    """What a claim must say."""
+
+    outcomes: list[list[int]]
+    full_at: int
+
+
+def prefix_hashes(seed: bytes | None, tokens: Sequence[int], page_tokens: int) -> list[bytes]:
+    """Hash each full page of `tokens` on top of the one before."""
+    keys: list[bytes] = []
+    prior = seed or b""
+    for first in range(0, len(tokens) - page_tokens + 1, page_tokens):
+        page = b"".join(int(t).to_bytes(4, "little") for t in tokens[first : first + page_tokens])
+        prior = hashlib.sha256(prior + page).digest()
+        keys.append(prior)
+    return keys
+
+
+def bits(tiers: int) -> list[int]:
+    """List the tiers of a mask."""
+    return [tier for tier in range(TIERS) if tiers >> tier & 1]
+
+
+class IndexModel:
+    """The index as a dict of pages.
+
+    Invariant: after every call, per tier, free + arriving + resident + leaving + quarantined = capacity; the rank holds exactly
+    the resident pages; of two resident pages of one chain the ancestor leaves later.
+    """
+
+    def __init__(self) -> None:
+        self.pages: dict[PageName, Page] = {}
+        self.tiers = [TierSlots() for _ in range(TIERS)]
+        self.leases: dict[int, Lease] = {}
+        self.epoch = 0
+        self.is_poisoned = False
+
+    # ---- slots ---------------------------------------------------------------------------------
+
+    def add_slots(self, tier: int, first: int, count: int) -> None:
+        """Add a range of free slots."""
+        self.tiers[tier].ranges[first] = count
+        self.tiers[tier].free.update(range(first, first + count))
+
+    def close_slots(self, tier: int, first: int) -> None:
+        """Give out no slot of the range from now on."""
+        self.tiers[tier].closed.add(first)
+
+    def drop_slots(self, tier: int, first: int) -> int:
+        """Remove the range if all its slots are free; return how many are not."""
+        slots = self.tiers[tier]
+        members = set(range(first, first + slots.ranges[first]))
+        used = len(members - slots.free)
+        if used == 0:
+            slots.free -= members
+            del slots.ranges[first]
+            slots.closed.discard(first)
+        return used
+
+    def counts(self, tier: int) -> dict[str, int]:
+        """Count the slots of a tier by what they are."""
+        slots = self.tiers[tier]
+        by_residency = [0] * 5
+        pinned = 0
+        for page in self.pages.values():
+            by_residency[page.residency[tier]] += 1
+            pinned += page.residency[tier] == RESIDENT and page.is_pinned(tier)
+        return {
+            "capacity": sum(slots.ranges.values()),
+            "free": len(slots.free),
+            "arriving": by_residency[ARRIVING] + len(slots.private),
+            "resident": by_residency[RESIDENT],
+            "leaving": by_residency[LEAVING] + len(slots.returning),
+            "quarantined": by_residency[QUARANTINED],
+            "pinned": pinned,
+        }
+
+    # ---- moves, rank, records ------------------------------------------------------------------
+
+    def _move(self, page: Page, tier: int, move: str) -> None:
+        source, target = MOVES[move]
+        if page.residency[tier] != source:
+            raise ModelError(f"{move} of a page in residency {page.residency[tier]}")
+        page.residency[tier] = target
+        if source == RESIDENT:
+            self.tiers[tier].rank.remove(page.name)
+        if target == RESIDENT:
+            self._enter_rank(page, tier)
+
+    def ancestors(self, page: Page) -> Iterable[Page]:
+        """Yield the pages before `page` in its chain, nearest first, as far as they are known."""
+        while page.parent is not None:
+            page = self.pages[page.parent]
+            yield page
+
+    def _children(self, name: PageName) -> int:
+        return sum(page.parent == name for page in self.pages.values())
+
+    def _enter_rank(self, page: Page, tier: int) -> None:
+        """Rank as just used, but never above an ancestor; what no match can reach leaves first."""
+        rank = self.tiers[tier].rank
+        is_old = page.name.epoch != self.epoch
+        parent = self.pages[page.parent] if page.parent is not None else None
+        is_cut_off = parent is not None and not any(parent.residency)
+        old_pages = sum(name.epoch != self.epoch for name in rank)  # they come first
+        if (is_old or is_cut_off) and self._children(page.name) == 0:
+            rank.insert(0 if is_old else old_pages, page.name)
+            return
+        for ancestor in self.ancestors(page):
+            if ancestor.residency[tier] == RESIDENT:
+                rank.insert(rank.index(ancestor.name), page.name)
+                return
+        rank.insert(old_pages if is_old else len(rank), page.name)
+
+    def touch(self, page: Page) -> None:
+        """Use a path again: from tail to head, so that an ancestor leaves after its descendants."""
+        if page.name.epoch != self.epoch:
+            return
+        for used in (page, *self.ancestors(page)):
+            for tier in range(TIERS):
+                if used.residency[tier] == RESIDENT:
+                    self.tiers[tier].rank.remove(used.name)
+                    self.tiers[tier].rank.append(used.name)
+
+    def _drop_if_dead(self, page: Page | None) -> None:
+        while page is not None and page.name in self.pages:
+            is_pinned = page.claim_pins + page.lease_pins > 0
+            if any(page.residency) or is_pinned or self._children(page.name) > 0:
+                return
+            del self.pages[page.name]
+            page = self.pages[page.parent] if page.parent is not None else None
+
+    def _find(self, key: bytes, kind: int = KV) -> Page | None:
+        return self.pages.get(PageName(key, kind, self.epoch))
+
+    def _find_or_create(self, name: PageName) -> Page:
+        return self.pages.setdefault(name, Page(name))
+
+    def _by_id(self, page_id: int) -> Page | None:
+        return next((page for page in self.pages.values() if page.id == page_id), None)
+
+    def _try_link(self, page: Page, parent: Page) -> bool:
+        """Link a page of unknown parent, where depths allow it and no cycle arises."""
+        if page.parent_state != UNKNOWN:
+            return page.parent == parent.name
+        if page is parent:
+            return False
+        if page.depth is not None and parent.depth is not None:
+            if page.depth != parent.depth + 1:
+                return False
+        elif page.depth is not None:
+            if page.depth == 0 or parent.parent_state != UNKNOWN:
+                return False
+            parent.depth = page.depth - 1
+        elif parent.depth is not None:
+            page.depth = parent.depth + 1
+        elif page in self.ancestors(parent):
+            return False
+        page.parent, page.parent_state = parent.name, KNOWN
+        return True
+
+    def _put_on_path(self, keys: Sequence[bytes], depth: int) -> Page:
+        """Make page `depth` of a chain given by tokens known with its parent and depth."""
+        page = self._find_or_create(PageName(keys[depth], KV, self.epoch))
+        page.depth = depth
+        if depth == 0:
+            page.parent_state = ROOT
+        else:
+            page.parent, page.parent_state = PageName(keys[depth - 1], KV, self.epoch), KNOWN
+        return page
+
+    # ---- epochs --------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make pages of other epochs misses that leave first."""
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        for slots in self.tiers:
+            slots.rank.sort(key=lambda name: name.epoch == epoch)
+
+    # ---- match ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def _standing(page: Page | None, usable: int) -> tuple[int | None, int]:
+        """Return (fastest usable tier or None, the worst reason why not)."""
+        if page is None:
+            return None, MISS_ABSENT
+        for wanted in (RESIDENT, LEAVING):
+            for tier in bits(usable):
+                if page.residency[tier] == wanted:
+                    return tier, MISS_NONE
+        states = {page.residency[tier] for tier in bits(usable)}
+        if ARRIVING in states:
+            return None, MISS_PENDING
+        return None, MISS_QUARANTINED if QUARANTINED in states else MISS_ABSENT
+
+    def look(self, keys: Sequence[bytes], usable: int, kind: int = KV) -> Matched:
+        """Say what a match of the chain would find, without making it."""
+        if self.is_poisoned:
+            return Matched(0, 0, MISS_POISONED, [], [])
+        found = Matched(0, 0, MISS_NONE, [], [])
+        for key in keys:
+            page = self._find(key, kind)
+            tier, miss = self._standing(page, usable)
+            if found.miss == MISS_NONE and tier is not None and page is not None:
+                if found.spans and found.spans[-1][2] == tier:
+                    first, pages, _ = found.spans[-1]
+                    found.spans[-1] = (first, pages + 1, tier)
+                else:
+                    found.spans.append((found.pages, 1, tier))
+                found.pins.append((page.name, tier))
+                found.pages += 1
+                continue
+            if found.miss == MISS_NONE:
+                found.miss = miss
+            if found.miss != MISS_PENDING or (tier is None and miss != MISS_PENDING):
+                break
+            found.pending += 1
+        return found
+
+    def _keep_leaving(self, pins: Sequence[tuple[PageName, int]]) -> None:
+        for name, tier in reversed(pins):
+            if self.pages[name].residency[tier] == LEAVING:
+                self._move(self.pages[name], tier, "keep")
+
+    def match(self, keys: Sequence[bytes], usable: int, lease: int) -> Matched:
+        """Pin the longest usable prefix of a chain given by tokens, tier by tier."""
+        found = self.look(keys, usable)
+        if found.pages == 0:
+            return found
+        for depth in range(found.pages):
+            self._put_on_path(keys, depth)
+        self._keep_leaving(found.pins)
+        for name, tier in found.pins:
+            self.pages[name].tier_pins[tier] += 1
+        self.leases[lease] = Lease(found.pins[:], whole_page=False)
+        self.touch(self.pages[found.pins[-1][0]])
+        return found
+
+    def match_keys(self, keys: Sequence[bytes], kind: int, usable: int, lease: int) -> Matched:
+        """Pin the longest usable run of keys, page by page."""
+        found = self.look(keys, usable, kind)
+        names = [name for name, _ in found.pins]
+        for name, tier in found.pins:
+            if self.pages[name].residency[tier] == LEAVING:
+                self._move(self.pages[name], tier, "keep")
+            self.pages[name].lease_pins += 1
+        for place, name in enumerate(names):
+            if place + 1 == len(names) or self.pages[names[place + 1]].parent != name:
+                self.touch(self.pages[name])
+        if found.pages:
+            self.leases[lease] = Lease(found.pins[:], whole_page=True)
+        return found
+
+    def _unpin(self, lease: Lease, pins: Sequence[tuple[PageName, int]]) -> None:
+        for name, tier in pins:
+            if lease.whole_page:
+                self.pages[name].lease_pins -= 1
+            else:
+                self.pages[name].tier_pins[tier] -= 1
+        for name, _ in pins:
+            self._drop_if_dead(self.pages.get(name))
+
+    def retain(self, lease: int) -> None:
+        """Add an owner."""
+        self.leases[lease].owners += 1
+
+    def release(self, lease: int) -> bool:
+        """Drop one owner, and with the last one the pins. False: not live."""
+        held = self.leases.get(lease)
+        if held is None:
+            return False
+        held.owners -= 1
+        if held.owners == 0:
+            del self.leases[lease]
+            self._unpin(held, held.pins)
+        return True
+
+    def shorten(self, lease: int, pages: int) -> None:
+        """Give up the pins past `pages`."""
+        held = self.leases[lease]
+        dropped, held.pins = held.pins[pages:], held.pins[:pages]
+        self._unpin(held, dropped)
+
+    # ---- claims --------------------------------------------------------------------------------
+
+    def _claim(self, page: Page, tier: int, grant: Callable[[], Grant]) -> int:
+        match page.residency[tier]:
+            case 0:  # ABSENT
+                if self.tiers[tier].claimable() == 0:
+                    return FULL
+                given = grant()
+                self.tiers[tier].take(given.slot)
+                self._move(page, tier, "claim")
+                page.id, page.slot[tier], page.number[tier] = given.page, given.slot, given.number
+                return NEW
+            case 1:  # ARRIVING
+                return PENDING
+            case 2:  # RESIDENT
+                return PRESENT
+            case 3:  # LEAVING
+                self._move(page, tier, "keep")
+                return PRESENT
+            case _:
+                return REFUSED
+
+    def _claim_row(self, page: Page, tiers: int, row: int, grant: GrantOf) -> list[int]:
+        outcomes = [NONE] * TIERS
+        for tier in bits(tiers):
+            outcomes[tier] = self._claim(page, tier, lambda tier=tier: grant(row, tier))  # type: ignore[misc]
+        return outcomes
+
+    def claim_absent(
+        self, keys: Sequence[bytes], first_page: int, tiers: int, grant: GrantOf
+    ) -> Claimed:
+        """Claim each page from `first_page` on where it is ABSENT; stop where nothing more is possible."""
+        rows = [[NONE] * TIERS for _ in keys[first_page:]]
+        full_at = NOT_FULL
+        last: Page | None = None
+        for depth, key in enumerate(keys if rows else []):
+            row = depth - first_page
+            page = self._find(key)
+            if page is None and row >= 0 and not any(self.tiers[t].claimable() for t in bits(tiers)):
+                for tier in bits(tiers):
+                    rows[row][tier] = FULL
+                full_at = depth
+                break
+            page = last = self._put_on_path(keys, depth)
+            if row < 0:
+                continue
+            rows[row] = self._claim_row(page, tiers, row, grant)
+            if NEW in rows[row]:
+                page.claim_pins += 1
+            if not {NEW, PENDING, PRESENT} & set(rows[row]):
+                full_at = depth
+                break
+        if last is not None:
+            self.touch(last)
+            self._drop_if_dead(last)
+        return Claimed(rows, full_at)
+
+    def claim_absent_keys(
+        self,
+        keys: Sequence[bytes],
+        kind: int,
+        parent_state: int,
+        parent: bytes,
+        tiers: int,
+        grant: GrantOf,
+    ) -> Claimed:
+        """Claim keys that follow one another, without tokens."""
+        rows: list[list[int]] = []
+        full_at = NOT_FULL
+        made: list[Page] = []
+
+        def find_or_create(key: bytes) -> Page:
+            page = self._find(key, kind)
+            if page is None:
+                page = self._find_or_create(PageName(key, kind, self.epoch))
+                made.append(page)
+            return page
+
+        before = find_or_create(parent) if parent_state == KNOWN and keys else None
+        for row, key in enumerate(keys):
+            page = find_or_create(key)
+            is_chained = before is not None and self._try_link(page, before)
+            if row == 0 and parent_state == ROOT and page.parent_state == UNKNOWN and not page.depth:
+                page.parent_state, page.depth = ROOT, 0
+            if before is not None and not is_chained:
+                self.touch(before)
+            rows.append(self._claim_row(page, tiers, row, grant))
+            if NEW in rows[row]:
+                page.claim_pins += 1
+            if not {NEW, PENDING, PRESENT} & set(rows[row]) and full_at == NOT_FULL:
+                full_at = row
+            before = page
+        if before is not None:
+            self.touch(before)
+        for page in reversed(made):
+            self._drop_if_dead(page)
+        return Claimed(rows, full_at)
+
+    def claim_leased(self, lease: int, tier: int, grant: GrantOf) -> Claimed:
+        """Claim the pages of a lease that are ABSENT in `tier`."""
+        rows = []
+        full_at = NOT_FULL
+        for row, (name, _) in enumerate(self.leases[lease].pins):
+            rows.append(self._claim_row(self.pages[name], 1 << tier, row, grant))
+            if rows[row][tier] in (FULL, REFUSED) and full_at == NOT_FULL:
+                full_at = row
+        return Claimed(rows, full_at)
+
+    def _claimed(self, page_id: int, tier: int, number: int, residency: int) -> Page | None:
+        page = self._by_id(page_id)
+        if page is None or page.number[tier] != number or page.residency[tier] != residency:
+            return None
+        return page
+
+    def _release_slot(self, page: Page, tier: int, where: set[int]) -> None:
+        slot = page.slot[tier]
+        if slot is None:
+            raise ModelError(f"{page.name} has no slot in tier {tier}")
+        where.add(slot)
+        page.slot[tier] = None
+
+    def commit(self, page_id: int, tier: int, number: int) -> bool:
+        """ARRIVING -> RESIDENT. False: stale."""
+        page = self._claimed(page_id, tier, number, ARRIVING)
+        if page is not None:
+            self._move(page, tier, "commit")
+        return page is not None
+
+    def abort(self, page_id: int, tier: int, number: int) -> bool:
+        """ARRIVING -> ABSENT, the slot free at once. False: stale."""
+        page = self._claimed(page_id, tier, number, ARRIVING)
+        if page is not None:
+            self._move(page, tier, "abort")
+            self._release_slot(page, tier, self.tiers[tier].free)
+            self._drop_if_dead(page)
+        return page is not None
+
+    def unpin(self, page_ids: Sequence[int]) -> bool:
+        """Return the pins of claims, all or (False) none."""
+        pages = [self._by_id(page_id) for page_id in page_ids]
+        for page in pages:
+            if page is None or page.claim_pins < pages.count(page):
+                return False
+        for page in pages:
+            if page is not None:
+                page.claim_pins -= 1
+        for page in pages:
+            self._drop_if_dead(page)
+        return True
+
+    # ---- eviction ------------------------------------------------------------------------------
+
+    def _leave(self, page: Page, tier: int, numbers: Callable[[PageName, int], int]) -> None:
+        self._move(page, tier, "claim_victim")
+        page.number[tier] = numbers(page.name, tier)
+
+    def victims(self, tier: int, n: int, only_range: int | None) -> list[PageName]:
+        """Say which pages leave next."""
+        slots = self.tiers[tier]
+        out: list[PageName] = []
+        for name in slots.rank:
+            page = self.pages[name]
+            slot = page.slot[tier]
+            if len(out) == n or slot is None:
+                break
+            if page.is_pinned(tier) or (only_range is not None and slots.range_of(slot) != only_range):
+                continue
+            out.append(name)
+        return out
+
+    def chain_victims(self, keys: Sequence[bytes], keep_pages: int, tiers: int) -> list[list[PageName]]:
+        """Say which pages of a chain past `keep_pages` leave when it is forgotten, deepest first."""
+        chain: list[Page] = []
+        for key in keys:
+            page = self._find(key)
+            if page is None:
+                break
+            chain.append(page)
+        out: list[list[PageName]] = [[] for _ in range(TIERS)]
+        for page in reversed(chain[keep_pages:]):
+            for tier in bits(tiers):
+                if page.residency[tier] == RESIDENT and not page.is_pinned(tier):
+                    out[tier].append(page.name)
+        return out
+
+    def leave(self, name: PageName, tier: int, number: int) -> None:
+        """RESIDENT -> LEAVING, under the number that the index gave."""
+        page = self.pages[name]
+        self._move(page, tier, "claim_victim")
+        page.number[tier] = number
+
+    def finish(self, page_id: int, tier: int, number: int) -> bool:
+        """LEAVING -> ABSENT, the slot on its way back. False: stale."""
+        page = self._claimed(page_id, tier, number, LEAVING)
+        if page is not None:
+            self._move(page, tier, "finish")
+            self._release_slot(page, tier, self.tiers[tier].returning)
+            self._drop_if_dead(page)
+        return page is not None
+
+    def keep(self, page_id: int, tier: int, number: int) -> bool:
+        """LEAVING -> RESIDENT. False: stale."""
+        page = self._claimed(page_id, tier, number, LEAVING)
+        if page is not None:
+            self._move(page, tier, "keep")
+        return page is not None
+
+    def free_slots(self, tier: int, slots: Sequence[int]) -> bool:
+        """Make slots that were on their way back free, all or (False) none."""
+        returning = self.tiers[tier].returning
+        if len(set(slots)) != len(slots) or not returning.issuperset(slots):
+            return False
+        returning.difference_update(slots)
+        self.tiers[tier].free.update(slots)
+        return True
+
+    def quarantine(self, name: PageName, tier: int) -> bool:
+        """Take a page whose bytes are wrong out of use. False: it is not there."""
+        page = self.pages.get(name)
+        if page is None or page.residency[tier] not in (RESIDENT, LEAVING):
+            return False
+        if page.residency[tier] == LEAVING:
+            self._move(page, tier, "keep")
+        self._move(page, tier, "quarantine")
+        page.handed_out[tier] = False
+        return True
+
+    def mendable(self, tier: int) -> set[PageName]:
+        """Say which quarantined pages can be handed out."""
+        return {
+            page.name
+            for page in self.pages.values()
+            if page.residency[tier] == QUARANTINED
+            and not page.handed_out[tier]
+            and not page.is_pinned(tier)
+        }
+
+    def hand_out(self, name: PageName, tier: int, number: int) -> None:
+        """Hand a quarantined page out for mending."""
+        self.pages[name].handed_out[tier] = True
+        self.pages[name].number[tier] = number
+
+    def mend(self, page_id: int, tier: int, number: int, *, mended: bool) -> bool:
+        """QUARANTINED -> ABSENT if mended. False: stale."""
+        page = self._claimed(page_id, tier, number, QUARANTINED)
+        if page is None or not page.handed_out[tier]:
+            return False
+        page.number[tier] += 1
+        if mended:
+            page.handed_out[tier] = False
+            self._move(page, tier, "mend")
+            self._release_slot(page, tier, self.tiers[tier].returning)
+            self._drop_if_dead(page)
+        return True
+
+    # ---- private slots -------------------------------------------------------------------------
+
+    def take_private(self, tier: int, slots: Sequence[int] | None, n: int) -> bool:
+        """Take n private slots that the index chose, or none where there is no room."""
+        if self.is_poisoned or self.tiers[tier].claimable() < n:
+            return False
+        if slots is None or len(slots) != n:
+            raise ModelError(f"{n} private slots were refused with room for them")
+        for slot in slots:
+            self.tiers[tier].take(slot)
+        self.tiers[tier].private.update(slots)
+        return True
+
+    def free_private(self, tier: int, slots: Sequence[int]) -> bool:
+        """Free private slots, all or (False) none."""
+        private = self.tiers[tier].private
+        if len(set(slots)) != len(slots) or not private.issuperset(slots):
+            return False
+        private.difference_update(slots)
+        self.tiers[tier].free.update(slots)
+        return True
+
+    def publish_private(self, keys: Sequence[bytes], tier: int, slot: int, page_id: int) -> int:
+        """Give a private slot the place of the last page of a chain."""
+        for depth in range(len(keys)):
+            page = self._put_on_path(keys, depth)
+        self.touch(page)
+        page.id = page_id
+        if page.residency[tier] != ABSENT:
+            return self._claim(page, tier, lambda: Grant(page_id, slot, 0))
+        self.tiers[tier].private.remove(slot)
+        page.slot[tier] = slot
+        page.number[tier] += 1
+        self._move(page, tier, "claim")
+        self._move(page, tier, "commit")
+        page.claim_pins += 1
+        return NEW
+
+    # ---- what can be asked ---------------------------------------------------------------------
+
+    def state(self, key: bytes, kind: int = KV) -> tuple[int, ...]:
+        """Return the residency of a key by tier."""
+        page = self._find(key, kind)
+        return tuple(page.residency) if page is not None and not self.is_poisoned else (ABSENT,) * TIERS
+
+    def probe(self, keys: Sequence[bytes], kind: int, usable: int) -> tuple[int, list[int]]:
+        """Return the leading run of RESIDENT keys, and each one's fastest tier."""
+        tiers = []
+        for key in keys:
+            state = self.state(key, kind)
+            tiers.append(next((t for t in bits(usable) if state[t] == RESIDENT), NO_TIER))
+        run = next((i for i, tier in enumerate(tiers) if tier == NO_TIER), len(tiers))
+        return run, tiers
+
+    def rank_order(self, tier: int) -> list[int | None]:
+        """Return the slots of the resident pages, first to leave first."""
+        return [self.pages[name].slot[tier] for name in self.tiers[tier].rank]

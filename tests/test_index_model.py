@@ -1,0 +1,430 @@
+"""The index against its specification, `stepwell.testing.model`: after every step the two say the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from stepwell import _core
+from stepwell.testing import model as m
+from stepwell.testing.model import Grant, IndexModel, PageName, prefix_hashes
+
+PAGE_TOKENS = 2
+SEEDS: tuple[bytes | None, ...] = (None, b"s" * 32)
+RANGES = ((0, 0, 3), (1, 0, 4), (2, 0, 3), (2, 100, 3), (3, 7, 6))  # tier, first, count
+
+Choose = Callable[[int], int]
+"""Returns one of 0 .. n-1."""
+
+
+def key_array(keys: list[bytes]) -> np.ndarray:
+    if not keys:
+        return np.zeros((0, 32), np.uint8)
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+
+
+class Pair:
+    """An index and its model, driven together.
+
+    Invariant: after each step they agree on everything that can be asked.
+    """
+
+    def __init__(self) -> None:
+        self.index = _core.Index(PAGE_TOKENS)
+        self.model = IndexModel()
+        self.spaces = [self.index.open_namespace(seed) for seed in SEEDS]
+        self.claims: list[tuple[int, int, int]] = []  # page, tier, number: of any age, any kind
+        self.pins: list[int] = []
+        self.leases: list[int] = []
+        self.private: list[tuple[int, int]] = []
+        self.returning: list[tuple[int, int]] = []
+        self.keys: set[tuple[bytes, int]] = set()
+        self.log: list[str] = []
+        for tier, first, count in RANGES:
+            self.index.add_slots(tier, first, count)
+            self.model.add_slots(tier, first, count)
+
+    # ---- choosing ------------------------------------------------------------------------------
+
+    def chain(self, choose: Choose) -> tuple[int, np.ndarray, list[bytes]]:
+        """Choose a namespace and up to four pages of tokens; return them with their keys."""
+        space = choose(2)
+        values = [choose(2) for _ in range(choose(4) + 1)]
+        tokens = np.repeat(np.array(values, np.int32), PAGE_TOKENS)
+        keys = prefix_hashes(SEEDS[space], tokens.tolist(), PAGE_TOKENS)
+        self.keys.update((key, 1) for key in keys)
+        return self.spaces[space], tokens, keys
+
+    def grant(self, batch: _core.ClaimBatch) -> m.GrantOf:
+        pages, slots, numbers = batch.pages, batch.slots, batch.numbers
+
+        def of(row: int, tier: int) -> Grant:
+            return Grant(int(pages[row]), int(slots[row, tier]), int(numbers[row, tier]))
+
+        return of
+
+    def check_claim(self, batch: _core.ClaimBatch, expected: m.Claimed, *, is_pinning: bool) -> None:
+        assert batch.outcomes.tolist() == expected.outcomes
+        assert batch.full_at == expected.full_at
+        for row, outcomes in enumerate(expected.outcomes):
+            page = int(batch.pages[row])
+            assert (page != 0xFFFFFFFF) == bool({m.NEW, m.PENDING, m.PRESENT} & set(outcomes))
+            for tier, outcome in enumerate(outcomes):
+                if outcome == m.NEW:
+                    self.claims.append((page, tier, int(batch.numbers[row, tier])))
+            if is_pinning and m.NEW in outcomes:
+                self.pins.append(page)
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def match(self, choose: Choose) -> None:
+        space, tokens, keys = self.chain(choose)
+        usable = choose(16)
+        got = self.index.match_and_pin(space, tokens, usable)
+        self.check_match(got, self.model.match(keys, usable, got.lease))
+
+    def check_match(self, got: _core.MatchResult, want: m.Matched) -> None:
+        assert (got.pages, got.pending, got.miss) == (want.pages, want.pending, want.miss)
+        assert got.spans == want.spans
+        assert (got.lease != 0) == (got.pages != 0)
+        if got.lease:
+            self.leases.append(got.lease)
+
+    def some_keys(self, choose: Choose) -> tuple[list[bytes], int, int, bytes]:
+        _, _, keys = self.chain(choose)
+        first = choose(len(keys))
+        kind = 1 + choose(2)
+        state = m.UNKNOWN if choose(3) == 0 else m.ROOT if first == 0 else m.KNOWN
+        parent = keys[first - 1] if state == m.KNOWN else b""
+        self.keys.update((key, kind) for key in keys)
+        return keys[first:], kind, state, parent
+
+    def match_keys(self, choose: Choose) -> None:
+        keys, kind, _, _ = self.some_keys(choose)
+        usable = choose(16)
+        got = self.index.match_keys_and_pin(key_array(keys), kind, usable)
+        self.check_match(got, self.model.match_keys(keys, kind, usable, got.lease))
+
+    def look(self, choose: Choose) -> None:
+        space, tokens, keys = self.chain(choose)
+        usable = choose(16)
+        want = self.model.look(keys, usable)
+        assert self.index.match_length(space, tokens, usable) == (want.pages, want.pending)
+        run, tiers = self.index.probe(key_array(keys), 1, usable)
+        assert (run, tiers.tolist()) == self.model.probe(keys, 1, usable)
+
+    def retain(self, choose: Choose) -> None:
+        if not self.leases:
+            return
+        lease = self.leases[choose(len(self.leases))]
+        if lease in self.model.leases:
+            self.index.retain(lease)
+            self.model.retain(lease)
+        else:
+            with pytest.raises(ValueError, match="not live"):
+                self.index.retain(lease)
+
+    def release(self, choose: Choose) -> None:
+        if self.leases:
+            lease = self.leases[choose(len(self.leases))]  # often one that was released before
+            assert self.index.release(lease) == self.model.release(lease)
+
+    def release_all(self, choose: Choose) -> None:
+        del choose
+        for lease in list(self.model.leases):
+            while lease in self.model.leases:
+                assert self.index.release(lease)
+                self.model.release(lease)
+        self.leases.clear()
+
+    def shorten(self, choose: Choose) -> None:
+        live = [lease for lease in self.leases if lease in self.model.leases]
+        if live:
+            lease, pages = live[choose(len(live))], choose(4)
+            self.index.shorten(lease, pages)
+            self.model.shorten(lease, pages)
+
+    def claim_absent(self, choose: Choose) -> None:
+        space, tokens, keys = self.chain(choose)
+        first, tiers = choose(len(keys) + 1), choose(16)
+        batch = self.index.claim_absent(space, tokens, key_array(keys), first, len(keys), tiers)
+        expected = self.model.claim_absent(keys, first, tiers, self.grant(batch))
+        self.check_claim(batch, expected, is_pinning=True)
+
+    def claim_absent_keys(self, choose: Choose) -> None:
+        keys, kind, state, parent = self.some_keys(choose)
+        tiers = choose(16)
+        batch = self.index.claim_absent_keys(key_array(keys), kind, state, parent, tiers)
+        expected = self.model.claim_absent_keys(
+            keys, kind, state, parent, tiers, self.grant(batch)
+        )
+        self.check_claim(batch, expected, is_pinning=True)
+
+    def claim_leased(self, choose: Choose) -> None:
+        live = [lease for lease in self.leases if lease in self.model.leases]
+        if live:
+            lease, tier = live[choose(len(live))], choose(4)
+            batch = self.index.claim_leased(lease, tier)
+            expected = self.model.claim_leased(lease, tier, self.grant(batch))
+            self.check_claim(batch, expected, is_pinning=False)
+
+    def settle(self, choose: Choose) -> None:
+        """Commit, abort, finish, keep or mend under a number of any age."""
+        if not self.claims:
+            return
+        page, tier, number = self.claims[-1 - choose(min(8, len(self.claims)))]
+        verb = ("commit", "commit", "commit", "abort", "finish", "finish", "keep", "mend")[choose(8)]
+        if verb == "mend":
+            mended = choose(4) > 0
+            want = self.model.mend(page, tier, number, mended=mended)
+            got = self.index.mend(page, tier, number, mended)
+        else:
+            want = getattr(self.model, verb)(page, tier, number)
+            got = getattr(self.index, verb)(page, tier, number)
+        assert got == (_core.Status.ok if want else _core.Status.stale)
+
+    def commit_all(self, choose: Choose) -> None:
+        del choose
+        for page, tier, number in self.claims:
+            want = self.model.commit(page, tier, number)
+            got = self.index.commit_many(
+                np.array([page], np.uint32), tier, np.array([number], np.uint32)
+            )
+            assert got[0] == (_core.Status.ok if want else _core.Status.stale)
+
+    def unpin(self, choose: Choose) -> None:
+        n = min(choose(3) + 1, len(self.pins))
+        if n:
+            pages = [self.pins[choose(len(self.pins))] for _ in range(n)]
+            if self.model.unpin(pages):
+                self.index.unpin_pages(np.array(pages, np.uint32))
+                for page in pages:
+                    self.pins.remove(page)
+            else:
+                with pytest.raises(ValueError, match="no pin"):
+                    self.index.unpin_pages(np.array(pages, np.uint32))
+
+    def unpin_all(self, choose: Choose) -> None:
+        del choose
+        self.index.unpin_pages(np.array(self.pins, np.uint32))
+        assert self.model.unpin(self.pins)
+        self.pins.clear()
+
+    def name_of(self, page: int) -> PageName:
+        key, _, _, kind, _, epoch = self.index.labels(np.array([page], np.uint32))[0]
+        return PageName(key, kind, epoch)
+
+    def victims(self, choose: Choose) -> None:
+        tier, n = choose(4), choose(4)
+        only = RANGES[choose(len(RANGES))][:2] if choose(3) == 0 else None
+        if only is not None and only[1] not in self.model.tiers[only[0]].ranges:
+            return
+        if only is not None:
+            tier = only[0]
+        first = None if only is None else only[1]
+        want = self.model.victims(tier, n, first)
+        pages, slots, numbers = self.index.claim_victims(tier, n, first)
+        assert [self.name_of(int(page)) for page in pages] == want
+        self.left(want, tier, (pages, slots, numbers))
+
+    def left(self, names: list[PageName], tier: int, got: tuple[np.ndarray, ...]) -> None:
+        pages, slots, numbers = got
+        for name, page, slot, number in zip(names, pages, slots, numbers, strict=True):
+            assert self.model.pages[name].slot[tier] == slot
+            self.model.pages[name].id = int(page)
+            self.model.leave(name, tier, int(number))
+            self.claims.append((int(page), tier, int(number)))
+
+    def forget(self, choose: Choose) -> None:
+        space, tokens, keys = self.chain(choose)
+        keep, tiers = choose(3), choose(16)
+        want = self.model.chain_victims(keys, keep, tiers)
+        got = self.index.claim_chain(space, tokens, keep, tiers)
+        for tier in range(m.TIERS):
+            assert [self.name_of(int(page)) for page in got[tier][0]] == want[tier]
+            self.left(want[tier], tier, got[tier])
+
+    def free_slots(self, choose: Choose) -> None:
+        tier = choose(4)
+        slots = sorted(self.model.tiers[tier].returning)
+        if choose(4) == 0:  # one that is not on its way back
+            slots.append(choose(4))
+        if self.model.free_slots(tier, slots):
+            self.index.free_slots(tier, np.array(slots, np.uint32))
+        else:
+            with pytest.raises(ValueError, match="not on its way back"):
+                self.index.free_slots(tier, np.array(slots, np.uint32))
+
+    def quarantine(self, choose: Choose) -> None:
+        tier = choose(4)
+        there = sorted(p.name for p in self.model.pages.values() if p.residency[tier] != m.ABSENT)
+        if there and choose(3) == 0:
+            page = self.model.pages[there[choose(len(there))]]
+            if page.id is None:
+                return
+            slot = page.slot[tier]
+            assert self.index.quarantine(page.id, tier, slot) == self.model.quarantine(page.name, tier)
+            assert not self.index.quarantine(page.id, tier, slot)
+
+    def hand_out(self, choose: Choose) -> None:
+        tier = choose(4)
+        want = self.model.mendable(tier)
+        pages, _, numbers = self.index.claim_quarantined(tier, 100)
+        assert {self.name_of(int(page)) for page in pages} == want
+        for page, number in zip(pages, numbers, strict=True):
+            self.model.hand_out(self.name_of(int(page)), tier, int(number))
+            self.claims.append((int(page), tier, int(number)))
+
+    def take_private(self, choose: Choose) -> None:
+        tier, n = choose(4), choose(3)
+        slots = self.index.take_private(tier, n)
+        taken = self.model.take_private(tier, None if slots is None else slots.tolist(), n)
+        assert taken == (slots is not None)
+
+    def free_private(self, choose: Choose) -> None:
+        tier = choose(4)
+        slots = sorted(self.model.tiers[tier].private)[: choose(3)]
+        if choose(4) == 0:
+            slots.append(choose(4))
+        if self.model.free_private(tier, slots):
+            self.index.free_private(tier, np.array(slots, np.uint32))
+        else:
+            with pytest.raises(ValueError, match="not a private slot"):
+                self.index.free_private(tier, np.array(slots, np.uint32))
+
+    def publish(self, choose: Choose) -> None:
+        space, tokens, keys = self.chain(choose)
+        tier = choose(4)
+        private = sorted(self.model.tiers[tier].private)
+        if not private:
+            return
+        got, page = self.index.publish_private(
+            space, tokens, key_array(keys), len(keys) - 1, tier, private[0]
+        )
+        assert got == self.model.publish_private(keys, tier, private[0], page)
+        if got == m.NEW:
+            self.pins.append(page)
+
+    def set_epoch(self, choose: Choose) -> None:
+        if choose(4) == 0:
+            epoch = choose(2)
+            self.index.set_epoch(epoch)
+            self.model.set_epoch(epoch)
+
+    def close_range(self, choose: Choose) -> None:
+        """Retire a range for good, where it can be, and add it afresh."""
+        tier, first, count = RANGES[choose(len(RANGES))]
+        if choose(4) > 0:
+            return
+        if first not in self.model.tiers[tier].ranges:
+            self.index.add_slots(tier, first, count)
+            self.model.add_slots(tier, first, count)
+            return
+        self.index.close_slots(tier, first)
+        self.model.close_slots(tier, first)
+        assert self.index.drop_slots(tier, first) == self.model.drop_slots(tier, first)
+
+    STEPS = (
+        match, match, match, match_keys, look, retain, release, release, release_all, shorten,
+        claim_absent, claim_absent, claim_absent_keys, claim_leased, settle, settle, settle,
+        commit_all, unpin, unpin_all, victims, victims, forget, free_slots, free_slots, quarantine,
+        hand_out, take_private, free_private, publish, set_epoch, close_range,
+    )  # fmt: skip
+
+    def step(self, choose: Choose) -> None:
+        action = self.STEPS[choose(len(self.STEPS))]
+        self.log.append(action.__name__)
+        action(self, choose)
+        self.compare()
+
+    # ---- comparing -----------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        assert self.index.check() == ""
+        for tier in range(m.TIERS):
+            counts = self.index.counts(tier)
+            assert counts == self.model.counts(tier)
+            assert counts["capacity"] == sum(
+                counts[s] for s in ("free", "arriving", "resident", "leaving", "quarantined")
+            )
+            assert self.index.rank_order(tier).tolist() == self.model.rank_order(tier)
+        assert self.index.pages() == len(self.model.pages)
+        assert self.index.leases() == len(self.model.leases)
+        for key, kind in self.keys:
+            assert self.index.state(key, kind) == self.model.state(key, kind)
+        for lease, held in self.model.leases.items():
+            pages, tiers, slots = self.index.lease_pages(lease, 0, 100)
+            assert [
+                (self.name_of(int(page)), int(tier)) for page, tier in zip(pages, tiers, strict=True)
+            ] == held.pins
+            assert slots.tolist() == [self.model.pages[name].slot[t] for name, t in held.pins]
+
+    def drain(self) -> None:
+        """End everything; then nothing may be left but what is resident."""
+        self.release_all(lambda n: 0)
+        self.commit_all(lambda n: 0)
+        self.unpin_all(lambda n: 0)
+        for page, tier, number in self.claims:
+            assert self.model.finish(page, tier, number) == (
+                self.index.finish(page, tier, number) == _core.Status.ok
+            )
+        for tier in range(m.TIERS):
+            for slots, give in (
+                (self.model.tiers[tier].returning, "free_slots"),
+                (self.model.tiers[tier].private, "free_private"),
+            ):
+                given = sorted(slots)
+                getattr(self.index, give)(tier, np.array(given, np.uint32))
+                assert getattr(self.model, give)(tier, given)
+            pages, slots_out, numbers = self.index.claim_victims(tier, 1000)
+            self.left(self.model.victims(tier, 1000, None), tier, (pages, slots_out, numbers))
+            for page, number in zip(pages.tolist(), numbers.tolist(), strict=True):
+                assert self.index.finish(page, tier, number) == _core.Status.ok
+                assert self.model.finish(page, tier, number)
+        self.compare()
+        for tier in range(m.TIERS):
+            counts = self.index.counts(tier)
+            assert counts["resident"] == counts["arriving"] == counts["pinned"] == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_index_says_what_the_model_says(seed: int) -> None:
+    rng = random.Random(seed)
+    for round_number in range(6):
+        pair = Pair()
+        try:
+            for _ in range(120):
+                pair.step(rng.randrange)
+            pair.drain()
+        except BaseException:
+            print(f"seed {seed}, round {round_number}, steps {pair.log}")
+            print(f"replay: pytest '{__file__}::test_index_says_what_the_model_says[{seed}]'")
+            raise
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        self.pair.step(lambda n: data.draw(st.integers(0, n - 1)))
+
+    def teardown(self) -> None:
+        self.pair.drain()
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
