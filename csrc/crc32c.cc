@@ -8,7 +8,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
+#if !defined(__clang__)
 #include <arm_acle.h>
+#endif
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -63,14 +65,8 @@ uint64_t load_word(const std::byte* from) noexcept {
   return word;
 }
 
-// Below this a piece is stored through the cache: a streamed line that is not filled whole costs more than it saves, and small
-// pieces are often read again at once. Source: benchmarks/bench_copy.py.
-constexpr size_t kStreamBytes = 1024;
-constexpr size_t kLineBytes = 64;
 constexpr size_t kLaneBytes = 256;
 constexpr size_t kBlockBytes = 4 * kLaneBytes;
-constexpr size_t kSmallBlockBytes = 128;  // four lanes of 32: for what is left, and for small pieces
-constexpr size_t kPrefetchBytes = 2 * kBlockBytes;
 
 // ---- portable ----
 
@@ -116,6 +112,13 @@ constexpr Kernels kPortable = {"table", update_portable, copy_portable, stream_p
 
 // ---- x86-64: SSE4.2 crc32, PCLMULQDQ to join lanes, movnti to stream words, AVX2 for the plain copy ----
 #if defined(__x86_64__)
+
+// Below this a piece is stored through the cache: the lines at its ends are seldom filled whole, and a streamed line that is
+// not costs more than it saves. Source: benchmarks/bench_copy.py.
+constexpr size_t kStreamBytes = 1024;
+constexpr size_t kLineBytes = 64;
+constexpr size_t kPrefetchBytes = 2 * kBlockBytes;
+constexpr size_t kSmallBlockBytes = 128;  // four lanes of 32: for what is left, and for small pieces
 
 #define STEPWELL_SSE42 __attribute__((target("sse4.2,pclmul")))
 #define STEPWELL_INLINE_SSE42 __attribute__((target("sse4.2,pclmul"), always_inline)) inline
@@ -246,6 +249,83 @@ Kernels detect() noexcept {
     kernels.name = has_avx2 ? "sse4.2+avx2" : "sse4.2";
     kernels.update = update_sse42;
     kernels.copy = copy_sse42;
+  }
+  return kernels;
+}
+
+// ---- AArch64: the CRC extension. No streaming stores: these cores notice full lines being written and stop allocating ----
+#elif defined(__aarch64__) && defined(__linux__)
+
+#if defined(__clang__)
+#define STEPWELL_CRC __attribute__((target("crc")))
+#define STEPWELL_CRC_WORD __builtin_arm_crc32cd
+#define STEPWELL_CRC_BYTE __builtin_arm_crc32cb
+#else
+#define STEPWELL_CRC __attribute__((target("+crc")))
+#define STEPWELL_CRC_WORD __crc32cd
+#define STEPWELL_CRC_BYTE __crc32cb
+#endif
+
+// kShift[k][b]: byte k of a register, shifted by one lane.
+constexpr std::array<std::array<uint32_t, 256>, 4> kShift = [] {
+  std::array<std::array<uint32_t, 256>, 4> tables{};
+  for (size_t k = 0; k < 4; ++k)
+    for (uint32_t bit = 0; bit < 8; ++bit) {
+      const uint32_t shifted = multiply(1u << (8 * k + bit), power_of_x(8 * kLaneBytes));
+      for (size_t byte = 0; byte < 256; ++byte)
+        if (((byte >> bit) & 1) != 0) tables[k][byte] ^= shifted;
+    }
+  return tables;
+}();
+
+uint32_t shift_lane(uint32_t crc) noexcept {
+  return kShift[0][crc & 0xff] ^ kShift[1][(crc >> 8) & 0xff] ^ kShift[2][(crc >> 16) & 0xff] ^ kShift[3][crc >> 24];
+}
+
+template <bool store>
+STEPWELL_CRC uint32_t run_armv8(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+  const auto put = [target](size_t at, uint64_t word) {
+    if constexpr (store) std::memcpy(target + at, &word, sizeof word);
+  };
+  size_t at = 0;
+  for (; bytes - at >= kBlockBytes; at += kBlockBytes) {
+    uint32_t lanes[4] = {crc, 0, 0, 0};
+    for (size_t i = at; i < at + kLaneBytes; i += 8) {
+      for (size_t lane = 0; lane < 4; ++lane) {
+        const uint64_t word = load_word(source + i + lane * kLaneBytes);
+        lanes[lane] = STEPWELL_CRC_WORD(lanes[lane], word);
+        put(i + lane * kLaneBytes, word);
+      }
+    }
+    crc = shift_lane(shift_lane(shift_lane(lanes[0]) ^ lanes[1]) ^ lanes[2]) ^ lanes[3];
+  }
+  for (; bytes - at >= 8; at += 8) {
+    const uint64_t word = load_word(source + at);
+    crc = STEPWELL_CRC_WORD(crc, word);
+    put(at, word);
+  }
+  for (; at < bytes; ++at) {
+    const std::byte byte = source[at];
+    crc = STEPWELL_CRC_BYTE(crc, static_cast<uint8_t>(byte));
+    if constexpr (store) target[at] = byte;
+  }
+  return crc;
+}
+
+STEPWELL_CRC uint32_t update_armv8(uint32_t crc, const std::byte* from, size_t bytes) noexcept {
+  return run_armv8<false>(crc, nullptr, from, bytes);
+}
+
+STEPWELL_CRC uint32_t copy_armv8(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+  return run_armv8<true>(crc, target, source, bytes);
+}
+
+Kernels detect() noexcept {
+  Kernels kernels = kPortable;
+  if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
+    kernels.name = "armv8-crc";
+    kernels.update = update_armv8;
+    kernels.copy = copy_armv8;
   }
   return kernels;
 }
