@@ -644,6 +644,18 @@ def test_any_thread_may_close_an_idle_pool(pool: DevicePool) -> None:
         pool.drain()
 
 
+def test_a_pool_closed_while_it_is_renewed_stays_closed(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyError), pool.step():
+        raise KeyError
+    monkeypatch.setattr(pool, "_adopt", lambda arrays: pool.close())
+    with pytest.raises(StoreClosedError):
+        pool.renew()
+    with pytest.raises(StoreClosedError):
+        pool.drain()
+
+
 # ---- bounds and misuse ---------------------------------------------------------------------------
 
 

@@ -414,12 +414,14 @@ class DevicePool:
         Raises: StepwellUsageError where the pool is not reset; GeometryError.
         """
         self._check_owner()
-        if self._state is not _PoolState.RESET:
+        if not self.is_reset:
             raise StepwellUsageError(
                 f"only a reset pool is renewed; this one is {self._state.value}"
             )
         fresh = self._adopt(arrays)
         with self._lock:
+            if not self.is_reset:  # another thread has closed it meanwhile
+                raise StoreClosedError("the device pool is closed")
             self._arrays = fresh
             self._state = _PoolState.OPEN
 
