@@ -487,6 +487,8 @@ class PageStore:
         self._use()
         self._epoch = epoch_number(epoch)
         self._index.set_epoch(self._epoch)
+        for tier in self._tiers.values():
+            tier.set_epoch(self._epoch)
         with self._lock:
             running = list(self._watched.values())
         for transfer, _, is_load in running:

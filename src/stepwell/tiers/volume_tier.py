@@ -154,7 +154,7 @@ class VolumeTier:
         self._recency_at = float("-inf")
         try:
             self._stamp_recency(index)
-        except StepwellError as error:
+        except (StepwellError, OSError) as error:
             _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), error)
         for member in list(self._members.values()):
             self._before_detach(member)
