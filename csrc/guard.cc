@@ -30,6 +30,20 @@ std::atomic<uint64_t> faults_caught{0};
 std::atomic<bool> installed{false};
 struct sigaction previous;  // written once, before the handler can run
 
+// ThreadSanitizer runs our handler with all signals blocked, whatever we asked for; only there must the mask be saved.
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define STEPWELL_TSAN
+#endif
+#elif defined(__SANITIZE_THREAD__)
+#define STEPWELL_TSAN
+#endif
+#ifdef STEPWELL_TSAN
+constexpr int kSaveMask = 1;
+#else
+constexpr int kSaveMask = 0;
+#endif
+
 // Where this thread goes when the guarded operation it is in faults. Guards nest.
 struct Frame {
   sigjmp_buf jump;
@@ -135,7 +149,7 @@ void remove_range(const void* address) noexcept {
 [[gnu::noinline]] Status run(void (*leaf)(void*) noexcept, void* argument) noexcept {
   Frame frame;
   frame.outer = current;
-  if (sigsetjmp(frame.jump, 0) != 0) {
+  if (sigsetjmp(frame.jump, kSaveMask) != 0) {
     current = frame.outer;
     return Status::kBusFault;
   }
