@@ -150,6 +150,12 @@ def test_a_file_is_refused(world: World) -> None:
         world.open()
 
 
+def test_a_directory_without_a_parent_is_refused(world: World) -> None:
+    world.path = world.path / "nowhere" / "tier"
+    with pytest.raises(VolumeError, match=r"nowhere/tier has no parent directory"):
+        world.open()
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_directory_that_others_can_write_is_refused(world: World, mode: int) -> None:
     world.path.mkdir()
