@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import random
+import resource
 import shutil
 import stat
 import struct
@@ -522,6 +523,12 @@ def test_damage_costs_the_memory_and_nothing_else(
     assert_only_memory_is_lost(path)
 
 
+def test_truncated_file_kills_the_reader_in_place_of_this_process(path: Path) -> None:
+    leave_behind(path)
+    os.truncate(path / "data.mdb", 2 * 4096)  # the meta pages, and no page that they name
+    assert assert_only_memory_is_lost(path) == "the reader died of SIGBUS"
+
+
 def assert_only_memory_is_lost(path: Path, **options: Any) -> str:
     """Adopt, see nothing remembered and the reason, and a fresh environment that works."""
     records = Records(3)
@@ -660,6 +667,38 @@ def test_output_as_it_should_be_is_taken(tmp_path: Path, path: Path) -> None:
 def test_reader_that_cannot_be_started_costs_the_memory(path: Path) -> None:
     leave_behind(path)
     assert "nonexistent" in assert_only_memory_is_lost(path, reader=("/nonexistent",))
+
+
+def test_old_environment_that_cannot_be_renamed_costs_the_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_behind(path)
+
+    def refuse(*_: str) -> None:
+        raise OSError(5, "stub")
+
+    monkeypatch.setattr(lmdb_index.os, "rename", refuse)
+    assert "stub" in assert_only_memory_is_lost(path)
+
+
+def test_reader_works_where_descriptors_are_many(path: Path) -> None:
+    """select() takes none above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"descriptors are limited to {hard}")
+    keys = leave_behind(path)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+        while not held or held[-1] < 1100:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+        index = index_of(path, 1)
+        assert list(index.open(adopted=True).keys) == keys
+        index.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_reader_inherits_no_descriptor(tmp_path: Path, path: Path) -> None:
