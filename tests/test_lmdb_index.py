@@ -165,6 +165,20 @@ def test_key_that_moved_to_another_slot_stays_and_is_not_remembered(path: Path) 
         assert found["memory"] == {}
 
 
+def test_page_that_moves_costs_no_remembered_page_its_place(path: Path) -> None:
+    records = Records(2)
+    records.write(0, key_of(1))
+    index = index_of(path, 2, memory_entries=1)
+    index.open(adopted=False)
+    index.remember([key_of(7)], [1])
+    index.sync(records.bytes)
+    records.free(0)
+    records.write(1, key_of(1))
+    index.sync(records.bytes)
+    index.close()
+    assert read(path)["memory"] == {key_of(7): 1}
+
+
 @pytest.mark.parametrize("first_to_leave", [0, 1])
 def test_key_of_two_slots_stays_until_both_have_left(path: Path, first_to_leave: int) -> None:
     records = Records(2)
@@ -399,6 +413,15 @@ def test_pages_that_leave_later_are_newer_than_what_was_put_back(path: Path) -> 
     index.sync(records.bytes)
     index.close()
     assert read(path)["memory"] == {key_of(2): 900, key_of(1): 901}
+
+
+def test_memory_stays_bounded_when_more_is_put_back(path: Path) -> None:
+    index = index_of(path, 1, memory_entries=2)
+    index.open(adopted=False)
+    index.remember([key_of(1), key_of(2), key_of(3)], [3, 1, 2])
+    index.remember([key_of(4)], [9])
+    index.close()
+    assert read(path)["memory"] == {key_of(1): 3, key_of(4): 9}
 
 
 def test_volume_that_was_not_adopted_begins_with_nothing(path: Path) -> None:
@@ -736,8 +759,9 @@ def test_full_map_grows_and_deletes_work(path: Path) -> None:
 def test_map_full_at_its_limit_begins_again_without_the_memory(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    records = Records(200)
-    index = index_of(path, 200, map_bytes=1 << 18, map_limit_bytes=1 << 18)
+    records = Records(201)
+    records.write(200, b"stays")
+    index = index_of(path, 201, map_bytes=1 << 18, map_limit_bytes=1 << 18)
     index.open(adopted=False)
     with caplog.at_level(logging.WARNING, "stepwell"):
         for number in range(4000):
@@ -750,7 +774,7 @@ def test_map_full_at_its_limit_begins_again_without_the_memory(
     found = read(path)
     assert {key: slot for key, (slot, _, _) in found["index"].items()} == {
         key_of(number): number % 200 for number in range(3800, 4000)
-    }
+    } | {b"stays": 200}
     assert 0 < len(found["memory"]) < 3800
 
 
