@@ -25,6 +25,7 @@ constexpr uint8_t kKv = 1;                    // the kind whose keys are prefix 
 constexpr uint8_t kNoTier = 0xff;
 constexpr uint32_t kFirstHashPages = 32;      // hashed past the tree's end before the first look; doubles from then on, because
 constexpr uint32_t kMostHashPages = 1024;     // what was found once is likely to go on, and a miss should cost little
+constexpr uint32_t kAhead = 16;               // keys fetched ahead of the one looked up
 constexpr size_t kLogEntries = 256;           // touches kept back; with 32,768 pages at about 10 ns each, applying a full log
 constexpr uint64_t kLogPages = 32768;         // holds the mutex for less than a millisecond
 
@@ -117,6 +118,7 @@ class Index::Impl {
   std::array<SlotRanges, kTiers> slots;
   std::array<std::array<uint64_t, kResidencies>, kTiers> in_state{};  // pages; kAbsent is not counted
   std::array<uint64_t, kTiers> page_pinned{};                         // RESIDENT pages with a page pin
+  std::array<PageId, kTiers> last_old{kNoPage, kNoPage, kNoPage, kNoPage};  // ranked last of the pages of other epochs, which all leave first
   std::array<std::vector<PageId>, kTiers> quarantined;
   std::vector<Namespace> namespaces;
   std::map<std::pair<uint32_t, uint64_t>, NodeId> roots;              // (namespace, epoch)
@@ -157,6 +159,7 @@ class Index::Impl {
     if (from != Residency::kAbsent) --in_state[at(tier)][static_cast<size_t>(from)];
     if (to != Residency::kAbsent) ++in_state[at(tier)][static_cast<size_t>(to)];
     if (from == Residency::kResident) {
+      if (page == last_old[at(tier)]) last_old[at(tier)] = ranks[at(tier)].before(page);
       ranks[at(tier)].leave(page);
       if (page_has_pin(page)) --page_pinned[at(tier)];
     } else if (to == Residency::kResident && page_has_pin(page)) {
@@ -201,20 +204,37 @@ class Index::Impl {
     return kNoPage;
   }
 
+  // At the leaving end: of all, or of those of the current epoch, which leave after all others.
+  void enter_lowest(PageId page, int tier) {
+    Rank& rank = ranks[at(tier)];
+    PageId& old = last_old[at(tier)];
+    if (pages.epoch(page) != epoch) {
+      rank.enter_lowest(page);
+      if (old == kNoPage) old = page;
+    } else if (old == kNoPage) {
+      rank.enter_lowest(page);
+    } else {
+      rank.enter_above(page, old);
+    }
+  }
+
   // As just used, but never above an ancestor (I4: directly below one is above all its other descendants). A page that no match can
-  // reach, its parent gone or its epoch past, goes to the leaving end.
+  // reach, its parent gone or its epoch past, goes to the leaving end; with children, only as far as keeps it above them.
   void enter_rank(PageId page, int tier) {
     Rank& rank = ranks[at(tier)];
     const bool is_old = pages.epoch(page) != epoch;
     const bool is_cut_off = pages.parent_state(page) == ParentState::kKnown && pages.residency(pages.parent(page)) == 0;
-    if ((is_old || is_cut_off) && pages.children(page) == 0) return rank.enter_lowest(page);
+    if ((is_old || is_cut_off) && pages.children(page) == 0) return enter_lowest(page, tier);
     const PageId ancestor = nearest_resident_ancestor(page, tier);
     if (ancestor != kNoPage) return rank.enter_below(page, ancestor);
     if (!is_old) return rank.enter_highest(page);
-    uint32_t last_old = Rank::kNone;
-    for (uint32_t p = rank.first(); p != Rank::kNone && pages.epoch(p) != epoch; p = rank.after(p)) last_old = p;
-    if (last_old == Rank::kNone) return rank.enter_lowest(page);
-    rank.enter_above(page, last_old);
+    PageId& old = last_old[at(tier)];
+    if (old == kNoPage) {
+      rank.enter_lowest(page);
+    } else {
+      rank.enter_above(page, old);
+    }
+    old = page;
   }
 
   void log_touch(PageId end, uint64_t path_pages) {
@@ -715,7 +735,8 @@ void Index::set_epoch(uint64_t epoch) {
     if (epoch == impl_->epoch) return;
     impl_->apply_touches();
     impl_->epoch = epoch;
-    for (Rank& rank : impl_->ranks) {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      Rank& rank = impl_->ranks[at(tier)];
       std::vector<PageId> old;
       for (uint32_t page = rank.first(); page != Rank::kNone; page = rank.after(page)) {
         if (impl_->pages.epoch(page) != epoch) old.push_back(page);
@@ -724,6 +745,7 @@ void Index::set_epoch(uint64_t epoch) {
         rank.leave(*page);
         rank.enter_lowest(*page);
       }
+      impl_->last_old[at(tier)] = old.empty() ? kNoPage : old.back();
     }
     for (auto it = impl_->roots.begin(); it != impl_->roots.end();) {
       if (it->first.second != epoch && impl_->tree.node(it->second).children == 0) {
@@ -958,6 +980,7 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
   bool has_sought = false;
   PageId last = start > 0 ? known[0] : kNoPage;
   for (uint32_t i = start; i < total; ++i) {
+    if (i + kAhead < total) pages.prefetch(keys[i + kAhead], kKv, epoch);
     PageId page;
     bool fits = true;
     if (i < walked) {
@@ -1042,6 +1065,7 @@ void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, Par
     PageId before = parent_state == ParentState::kKnown ? find_or_create(parent) : kNoPage;
     uint32_t run = 1;
     for (uint32_t i = 0; i < count; ++i, ++run) {
+      if (i + kAhead < count) in.pages.prefetch(keys[i + kAhead], kind, in.epoch);
       const PageId page = find_or_create(keys[i]);
       const bool is_chained = before != kNoPage && in.try_link(page, before);
       if (i == 0 && parent_state == ParentState::kRoot && in.pages.parent_state(page) == ParentState::kUnknown &&
@@ -1477,11 +1501,19 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
       if (above.contains(*page)) {
         late.push_back(*page);
       } else {
-        ranks[at(tier)].enter_lowest(*page);
+        enter_lowest(*page, tier);
       }
     }
   }
-  for (auto page = late.rbegin(); page != late.rend(); ++page) enter_rank(*page, tier);
+  // Oldest first, but a page only when its ancestors have entered: it enters below them.
+  std::unordered_set<PageId> waiting(late.begin(), late.end());
+  for (auto start = late.rbegin(); start != late.rend(); ++start) {
+    chain.clear();
+    for (PageId page = *start; page != kNoPage && above.contains(page); page = pages.parent(page)) {
+      if (waiting.erase(page) > 0) chain.push_back(page);
+    }
+    for (auto page = chain.rbegin(); page != chain.rend(); ++page) enter_rank(*page, tier);
+  }
 }
 
 void Index::rank_order(Tier tier, std::vector<uint32_t>* slots) const {
@@ -1516,6 +1548,7 @@ uint32_t Index::probe(const Key* keys, uint32_t count, uint8_t kind, TierMask us
   return in.locked([&] {
     uint32_t run = 0;
     for (uint32_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) in.pages.prefetch(keys[i + kAhead], kind, in.epoch);
       tiers[i] = kNoTier;
       if (in.poisoned.load(std::memory_order_relaxed)) continue;
       const PageId page = in.pages.find(keys[i], kind, in.epoch);
@@ -1691,6 +1724,18 @@ std::string Index::Impl::check_tiers() const {
     if (position.size() != counted[static_cast<size_t>(Residency::kResident)] || position.size() != ranks[at(t)].size()) {
       return name + ": a resident page is not ranked";
     }
+    bool in_old = true;
+    PageId expected_last = kNoPage;
+    for (uint32_t page = ranks[at(t)].first(); page != Rank::kNone; page = ranks[at(t)].after(page)) {
+      if (pages.epoch(page) == epoch) {
+        in_old = false;
+      } else if (!in_old) {
+        return name + ": page " + std::to_string(page) + " of another epoch does not leave first";
+      } else {
+        expected_last = page;
+      }
+    }
+    if (expected_last != last_old[at(t)]) return name + ": the last page of other epochs is not known";
     for (const auto& [page, place] : position) {
       const PageId ancestor = nearest_resident_ancestor(page, t);
       if (ancestor != kNoPage && position[ancestor] < place) {

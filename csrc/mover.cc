@@ -150,7 +150,8 @@ struct Mover::Impl {
   void settle_source(Transfer& transfer, uint32_t page) noexcept;
   void resolve(Transfer& transfer, uint32_t page) noexcept;
   void end_unit(const Unit& unit) noexcept;
-  void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage);
+  void settle_unit(const Unit& unit) noexcept;
+  void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) noexcept;
   void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
   void poison(const char* reason) noexcept;
   void poison_by_current_exception() noexcept;
@@ -327,8 +328,15 @@ void Mover::Impl::run_unit(const Unit& unit, Worker& worker) noexcept {
   } catch (...) {
     poison_by_current_exception();
   }
-  // Whatever happened above, each page leaves this stage decided; a second time does nothing.
-  for (uint32_t i = 0; i < unit.plan.count; ++i) settle_stage(transfer, order[unit.plan.first + i], unit.stage);
+  settle_unit(unit);
+}
+
+// Whatever happened before, each page of the unit leaves its stage decided.
+void Mover::Impl::settle_unit(const Unit& unit) noexcept {
+  const std::vector<uint32_t>& order = unit.transfer->progress_->order;
+  for (uint32_t i = 0; i < unit.plan.count; ++i) {
+    settle_stage(*unit.transfer, order[unit.plan.first + i], unit.stage);
+  }
   end_unit(unit);
 }
 
@@ -482,6 +490,7 @@ bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& sour
       return true;
     }
   }
+  reach("mover.after_copy");
   landed_whole(transfer, page);
   return true;
 }
@@ -546,6 +555,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     });
     if (pages.empty()) return;
     if (layer + 1 == shape.layers()) {
+      reach("mover.after_copy");
       for (const LayeredPage& page : pages) landed_whole(transfer, page.index);
     }
     transfer.progress_->layers_done.store(layer + 1, std::memory_order_release);
@@ -640,17 +650,23 @@ void Mover::Impl::resolve(Transfer& transfer, uint32_t page) noexcept {
   }
 }
 
-void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) {
+void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) noexcept {
   const std::vector<UnitPlan>& units = transfer->progress_->units[static_cast<size_t>(stage)];
   {
     std::lock_guard lock(transfer->mutex_);
     transfer->progress_->units_left = static_cast<uint32_t>(units.size());
   }
-  std::lock_guard lock(queue_mutex);
-  for (const UnitPlan& unit : units) {
-    const size_t queue = unit.io ? kIoQueue : kCopyQueue;
-    queues[queue].push(transfer->spec_.work_class, Unit{transfer, unit, stage});
-    work_waits[queue].notify_one();
+  for (const UnitPlan& plan : units) {
+    const Unit unit{transfer, plan, stage};
+    const size_t queue = plan.io ? kIoQueue : kCopyQueue;
+    try {
+      std::lock_guard lock(queue_mutex);
+      queues[queue].push(transfer->spec_.work_class, unit);
+      work_waits[queue].notify_one();
+    } catch (...) {  // no memory even for the queue: the unit is over before it began
+      poison();
+      settle_unit(unit);
+    }
   }
 }
 
@@ -789,21 +805,31 @@ Status Mover::submit(TransferSpec spec, std::shared_ptr<Inbox> inbox, std::share
   for (const auto& stage : progress.units) {
     for (const UnitPlan& unit : stage) ++needed[unit.io ? kIoQueue : kCopyQueue];
   }
+  // Everything that may throw comes before anything is taken.
+  if (transfer->spec_.keep_alive != 0) retired_.reserve(1);
+  const auto refused = [&](Status status) {
+    if (transfer->spec_.keep_alive != 0) retired_.unreserve(1);
+    return status;
+  };
   {
     std::lock_guard lock(impl.queue_mutex);
-    if (impl.closed) return Status::kClosed;
-    if (!impl.queues[kCopyQueue].try_reserve(needed[kCopyQueue])) return Status::kQueueFull;
-    if (!impl.queues[kIoQueue].try_reserve(needed[kIoQueue])) {
+    if (impl.closed) return refused(Status::kClosed);
+    const auto entry = impl.live.emplace(transfer.get(), transfer).first;
+    Status status = Status::kOk;
+    if (!impl.queues[kCopyQueue].try_reserve(needed[kCopyQueue])) {
+      status = Status::kQueueFull;
+    } else if (!impl.queues[kIoQueue].try_reserve(needed[kIoQueue])) {
       impl.queues[kCopyQueue].unreserve(needed[kCopyQueue]);
-      return Status::kQueueFull;
-    }
-    if (inbox != nullptr && !inbox->try_reserve()) {
+      status = Status::kQueueFull;
+    } else if (inbox != nullptr && !inbox->try_reserve()) {
       impl.queues[kCopyQueue].unreserve(needed[kCopyQueue]);
       impl.queues[kIoQueue].unreserve(needed[kIoQueue]);
-      return inbox->is_closed() ? Status::kClosed : Status::kQueueFull;
+      status = inbox->is_closed() ? Status::kClosed : Status::kQueueFull;
     }
-    if (transfer->spec_.keep_alive != 0) retired_.reserve(1);
-    impl.live.emplace(transfer.get(), transfer);
+    if (status != Status::kOk) {
+      impl.live.erase(entry);
+      return refused(status);
+    }
   }
   *out = transfer;
   if (transfer->progress_->order.empty()) {

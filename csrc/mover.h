@@ -3,12 +3,16 @@
 //     submit -> [copy queue | io queue] -> unit = a run of pages of one transfer -> per page: source, layers, sinks, continuation
 //
 // A unit goes to the io queue if its source or a sink does I/O, else to the copy queue. Stages of a transfer, each queued when the one before is done:
-//   a save  (source = pool):  1 copy: pool -> memory tiers;  2 io: memory tier just committed (or the pool itself where there is none) -> disk
+//   a save  (source = pool):  1 copy: pool -> memory tiers (io, where a page has none: pool -> disk);  2 io: memory tier just committed -> disk.
+//           A page that reached no memory tier does not reach disk either: the pool is the caller's again once stage 1 is over.
 //   a load  (sink = pool), page order:   one stage: io units (disk -> [shared | host] and -> pool), copy units (memory -> pool) side by side
 //   a load, layer order:  1 io: disk -> [shared | host];  2 copy, one unit: for each layer, for each page: -> pool.
-//           Disk pages with no memory sink go to the pool in stage 1.
+//           Disk pages with no memory sink, or with none that took them, go to the pool in stage 1.
 //   a promotion or demotion between tiers: one stage.
 // Each layer copied is checked against the checksum its source recorded; a pool source makes the checksums. A page fails alone.
+// A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from it holds the page; else it is kept.
+// Fault points: mover.unit, mover.before_copy, mover.after_copy (before a commit, or before a page is said to have landed),
+// mover.after_commit; an armed errno stands for an exception there.
 //
 // Threads: submit from any thread; workers are sw-copy-n and sw-io-n. With copy_threads = io_threads = 0 nothing runs until step() is called: the stepped
 // mover of stepwell.testing.

@@ -28,9 +28,10 @@ class Rank {
     leave(page);
     insert(page, tail_, kNone);
   }
-  // The page that leaves first, and the one that leaves after `page`; kNone at the end.
+  // The page that leaves first, and those that leave after and before `page`; kNone at the ends.
   uint32_t first() const noexcept { return head_; }
   uint32_t after(uint32_t page) const noexcept { return link(page).higher; }
+  uint32_t before(uint32_t page) const noexcept { return link(page).lower; }
   uint64_t size() const noexcept { return size_; }
   uint64_t bytes() const noexcept { return blocks_allocated_ * sizeof(Block); }
 

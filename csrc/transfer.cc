@@ -112,6 +112,11 @@ void RetireList::reserve(size_t count) {
   tokens_.reserve(promised_);
 }
 
+void RetireList::unreserve(size_t count) noexcept {
+  std::lock_guard lock(mutex_);
+  promised_ -= count;
+}
+
 void RetireList::push(uint64_t token) noexcept {
   std::lock_guard lock(mutex_);
   tokens_.push_back(token);

@@ -41,7 +41,7 @@ struct TransferSpec {
   std::vector<PageCopy> pages;
   std::shared_ptr<const PoolLayout> pool;  // where a page uses the pool column
   bool layer_order = false;                // loads: layer by layer, all pages of a layer before the next
-  bool source_leaving = false;             // sources are LEAVING claims (tier of the source column; column 0 = Tier::kDevice)
+  bool source_leaving = false;             // sources are LEAVING claims (tier of the source column; column 0 = Tier::kDevice, pool slot = device slot)
   WorkClass work_class = WorkClass::kLoad;
   bool unpin_pages = false;                // the page pin of each page that has a tier sink (its claim's) is returned at the end
   uint64_t lease = 0;                      // released at the end (the submitter retained it for the transfer)
@@ -94,6 +94,7 @@ class Inbox {
 class RetireList {
  public:
   void reserve(size_t count);           // room for so many more push() calls, which then do not allocate
+  void unreserve(size_t count) noexcept;
   void push(uint64_t token) noexcept;   // REQUIRES a reservation
   std::vector<uint64_t> drain();
 

@@ -1,4 +1,4 @@
-"""Take part in a tier directory as processes that tests steer, one JSON object a line on stdin and stdout.
+"""Take part in a tier directory as processes that tests steer by lines of JSON.
 
     python directory_child.py worker    opens, grows, gives back, ... one directory at a time
     python directory_child.py zygote    forks victims, which run `scenario` with a fault armed
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,8 @@ class Worker:
         return given
 
     def do_give(self) -> None:
-        self._open().give_back(self._open().held[-1])
+        for volume in self._open().held[-1:]:
+            self._open().give_back(volume)
 
     def do_scan(self) -> dict[str, int]:
         view = self._open().scan()
@@ -167,7 +169,7 @@ class Worker:
 
 
 class Zygote:
-    """Forks victims: it has no threads and nothing open, so they are as good as new processes, at a tenth of the cost."""
+    """Forks victims. It has no threads and nothing open, so they are as good as new processes."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -181,12 +183,12 @@ class Zygote:
             try:
                 with inject("file.*", action, nth=nth):  # type: ignore[arg-type]
                     scenario(path, medium)
+                os._exit(0)
             except VolumeBusyError:
                 os._exit(3)
-            except BaseException as error:
-                print(repr(error), file=sys.stderr, flush=True)
+            finally:
+                traceback.print_exc()
                 os._exit(4)
-            os._exit(0)
         _, status = os.waitpid(self._pid, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             return {"outcome": "stopped", "pid": self._pid}

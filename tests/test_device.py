@@ -335,8 +335,12 @@ def test_views_of_a_result_do_not_make_donation_copy(pool: DevicePool) -> None:
     assert not np.concatenate(views).any()
 
 
-def test_padding_leaves_no_stray_host_memory_in_the_hidden_slot(pool: DevicePool) -> None:
-    scattered(pool, [0, 1, 2], painted(pool, [1, 2, 3]))
+def test_padding_leaves_no_stray_host_memory_in_the_hidden_slot(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 0xEE, dtype))
+        scattered(pool, [0, 1, 2], painted(pool, [1, 2, 3]))
     with pool.step() as handle:
         for array in handle.arrays:
             assert not np.asarray(array[:, pool.scratch_slot]).any()
@@ -553,6 +557,23 @@ def test_a_gather_declared_failed_is_not_dispatched(pool: DevicePool) -> None:
         ticket.host_views()
 
 
+def test_a_gather_that_fails_while_it_is_dispatched_stays_failed(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = gathered(pool, [1])
+    gather = pool._gather
+
+    def failing(*arguments: object) -> jax.Array:
+        ticket.fail(DeviceResetError("the sequence is gone"))
+        return gather(*arguments)
+
+    monkeypatch.setattr(pool, "_gather", failing)
+    assert pool.drain().gathers == ()
+    assert ticket.state is TicketState.FAILED
+    assert pool.stats().queued_chunks == 0
+    assert pool.stats().outstanding_bytes == 0
+
+
 def test_close_fails_what_is_queued_and_ends_the_pool(pool: DevicePool) -> None:
     ticket = scattered(pool, [1], painted(pool, [1]))
     pool.close()
@@ -619,6 +640,18 @@ def test_any_thread_may_close_an_idle_pool(pool: DevicePool) -> None:
     thread = threading.Thread(target=pool.close)
     thread.start()
     thread.join()
+    with pytest.raises(StoreClosedError):
+        pool.drain()
+
+
+def test_a_pool_closed_while_it_is_renewed_stays_closed(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyError), pool.step():
+        raise KeyError
+    monkeypatch.setattr(pool, "_adopt", lambda arrays: pool.close())
+    with pytest.raises(StoreClosedError):
+        pool.renew()
     with pytest.raises(StoreClosedError):
         pool.drain()
 
@@ -808,7 +841,7 @@ def test_rows_the_core_cannot_read_are_refused() -> None:
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from stepwell.errors import GeometryError
+from stepwell.errors import DeviceResetError, GeometryError
 from stepwell.geometry import PageGeometry
 from stepwell.tiers.device import DevicePool
 mesh = Mesh(np.array(jax.devices()), ("heads",))
@@ -828,6 +861,13 @@ expected = pages[[4, 0, 0, 2]]
 expected[2] = 0
 assert (np.concatenate(ticket.host_views()) == expected).all()
 assert pool.stats().copied_pools == 0
+try:
+    with pool.step() as handle:
+        handle.arrays = tuple(jax.device_put(a, jax.devices()[0]) for a in handle.arrays)
+except DeviceResetError as error:
+    assert "placed as" in str(error), error
+assert pool.is_reset
+pool.renew()
 try:
     DevicePool(shape, 15, sharding=NamedSharding(mesh, P(None, "heads")))
 except GeometryError:

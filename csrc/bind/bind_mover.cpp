@@ -79,6 +79,7 @@ class MoverHandle {
 
   // Drops what transfers that have ended kept alive.
   size_t drain_retired() {
+    if (is_forked()) return 0;
     const std::vector<uint64_t> tokens = mover_->retired().drain();
     for (const uint64_t token : tokens) drop(token);
     return tokens.size();
@@ -88,6 +89,7 @@ class MoverHandle {
                                               const Array2<uint32_t>& slots, const Array2<uint32_t>& numbers,
                                               const PoolHandle* pool, const nb::object& keep_alive,
                                               const InboxHandle* inbox, TransferSpec spec) {
+    if (is_forked()) return Status::kClosed;  // before any mutex: the parent's workers may have held it
     drain_retired();
     const size_t count = pages.size();
     require_columns("roles", count, roles.shape(0), roles.shape(1));
@@ -127,6 +129,7 @@ class MoverHandle {
   }
 
  private:
+  bool is_forked() const { return pid_ != ::getpid(); }
   // Out of the table first: dropping an object may run Python code, and that may come back here.
   void drop(uint64_t token) { const auto node = kept_.extract(token); }
   static void require_columns(const char* name, size_t pages, size_t rows, size_t columns) {
@@ -139,6 +142,7 @@ class MoverHandle {
   Index* index_;
   std::unordered_map<uint64_t, nb::object> kept_;
   uint64_t last_token_ = 0;
+  const pid_t pid_ = ::getpid();
   std::unique_ptr<Mover> mover_;  // ends before what it keeps alive goes
 };
 

@@ -582,6 +582,37 @@ TEST_CASE("a damaged page that leaves is quarantined, not freed") {
   world.check_settled();
 }
 
+TEST_CASE("a page that leaves the device frees its slot after the first stage, whatever disk does later") {
+  World world;
+  world.index.add_slots(Tier::kDevice, 0, 4);
+  uint32_t slot = kNoSlot;
+  REQUIRE(world.index.take_private(Tier::kDevice, 1, &slot));
+  const std::vector<int32_t> tokens(16, 7);
+  const Key key = key_of(900);
+  PageId page = kNoPage;
+  REQUIRE(world.index.publish_private(world.index.open_namespace(nullptr), tokens.data(), &key, 0, Tier::kDevice, slot,
+                                      &page) == ClaimOutcome::kNew);
+  world.index.unpin_pages(&page, 1);
+  std::vector<Victim> victims;
+  world.index.claim_victims(Tier::kDevice, 1, kNoSlot, &victims);
+  REQUIRE(victims.size() == 1);
+  TransferSpec spec = world.save_spec(900, 1, tiers({kShared, kDisk}), nullptr);
+  REQUIRE(spec.pages[0].page == page);
+  spec.source_leaving = true;
+  spec.pages[0].numbers[kPool] = victims[0].number;
+  spec.pages[0].slots[kPool] = slot;
+  world.fill(slot, 900);
+  world.disk.finish_fails.arm(1, Status::kIOError);
+  const auto transfer = world.submit(std::move(spec));
+  REQUIRE(world.mover->step(0));
+  CHECK(world.index.counts(Tier::kDevice).free == 4);
+  CHECK(!transfer->done());
+  world.finish(transfer);
+  CHECK(transfer->page_status()[0] == Status::kIOError);
+  CHECK(world.residency(900, kShared) == Residency::kResident);
+  world.check_settled();
+}
+
 // ---- cancel, gate, handles -------------------------------------------------------------------------------------
 
 TEST_CASE("a transfer cancelled before it runs copies nothing and returns everything") {
@@ -639,6 +670,25 @@ TEST_CASE("a buffer repainted after close_gate stays painted although a stalled 
   CHECK(world.index.counts(Tier::kShared).resident == 3);
   CHECK(transfer->layers_done() == 0);
   world.check_settled();
+}
+
+TEST_CASE("a page whose last byte fell before close_gate but was not said to have landed stays at deadline") {
+  for (const bool layer_order : {false, true}) {
+    World world(World::threaded());
+    auto saved = world.save(1, 2, tiers({kShared}));
+    fault::arm("mover.after_copy", fault::Action::kPause, 1, 0);
+    TransferSpec spec = world.load_spec(saved, kShared);
+    spec.layer_order = layer_order;
+    const auto transfer = world.submit(std::move(spec));
+    REQUIRE(fault::wait_paused("mover.after_copy", 60));
+    transfer->close_gate();
+    CHECK(World::all(transfer, Status::kDeadline));
+    fault::clear();
+    world.finish(transfer);
+    CHECK(World::all(transfer, Status::kDeadline));
+    CHECK(transfer->landed() == std::vector<uint8_t>{0, 0});
+    world.check_settled();
+  }
 }
 
 TEST_CASE("close_gate leaves landed pages as they are and tells the others at once") {
@@ -746,6 +796,7 @@ TEST_CASE("drain finishes what is queued and then refuses") {
   for (const bool threads : {false, true}) {
     World world(threads ? World::threaded() : World::stepped());
     const auto transfer = world.submit(world.save_spec(1, 8, tiers({kShared, kDisk}), nullptr));
+    if (threads) CHECK(!world.mover->step(0));  // only a mover without threads is stepped
     CHECK(world.mover->drain(-1, false));
     CHECK(World::all(transfer, Status::kOk));
     const auto second = world.submit(world.save_spec(20, 8, tiers({kShared}), nullptr));
@@ -961,7 +1012,7 @@ TEST_CASE("eight threads of small transfers: every claim is decided once, every 
       std::vector<Completion> completions;
       const auto id = static_cast<uint32_t>(t);
       const Key keys[2] = {key_of(2 * id), key_of(2 * id + 1)};
-      std::vector<std::byte> memory(2 * world.shape.page_bytes());
+      std::vector<std::byte> memory(4 * world.shape.page_bytes());  // saves read slots 0 and 1, loads land in 2 and 3
       std::vector<StreamView> views;
       for (uint32_t layer = 0; layer < world.shape.layers(); ++layer) {
         StreamView view;
@@ -970,7 +1021,7 @@ TEST_CASE("eight threads of small transfers: every claim is decided once, every 
         view.piece_bytes = world.shape.layer_bytes(layer);
         views.push_back(view);
       }
-      const auto pool = std::make_shared<const PoolLayout>(world.shape, 1, views, 2, true);
+      const auto pool = std::make_shared<const PoolLayout>(world.shape, 1, views, 4, true);
       for (uint32_t round = 0; round < kRounds; ++round) {
         // Save two pages to shared and disk (the second time on they are there), then evict and load again: all kinds
         // of work at once.
@@ -1007,6 +1058,43 @@ TEST_CASE("eight threads of small transfers: every claim is decided once, every 
         if (round % 7 == 0) transfer->close_gate();
         if (round % 3 != 0) CHECK(transfer->wait(60));
         transfer.reset();
+        // Load what is on disk by now, page by page or layer by layer, and repaint at once where the deadline has
+        // passed.
+        const MatchResult match = world.index.match_keys_and_pin(keys, 2, 1, tiers({kDisk}));
+        if (match.pages > 0) {
+          std::array<PageId, 2> ids{};
+          std::array<uint8_t, 2> tier{};
+          std::array<uint32_t, 2> slots{};
+          world.index.lease_pages(match.lease, 0, match.pages, ids.data(), tier.data(), slots.data());
+          TransferSpec load;
+          load.pool = pool;
+          load.lease = match.lease;
+          load.layer_order = round % 2 == 0;
+          for (uint32_t i = 0; i < match.pages; ++i) {
+            PageCopy copy;
+            copy.page = ids[i];
+            world.index.labels(&copy.page, 1, &copy.label);
+            copy.roles[kDisk] = Role::kSource;
+            copy.slots[kDisk] = slots[i];
+            copy.roles[kPool] = Role::kSink;
+            copy.slots[kPool] = 2 + i;
+            load.pages.push_back(copy);
+          }
+          while (world.mover->submit(load, inbox, &transfer) == Status::kQueueFull) {
+            ++refused;
+            told += inbox->poll(4, &completions);
+            std::this_thread::yield();
+          }
+          ++mine;
+          if (round % 4 == 0) {
+            transfer->close_gate();
+            std::fill(memory.begin() + static_cast<std::ptrdiff_t>(2 * world.shape.page_bytes()), memory.end(),
+                      std::byte{0});
+          } else {
+            CHECK(transfer->wait(60));
+            CHECK(World::all(transfer, Status::kOk));
+          }
+        }
         // Demote whatever may leave shared, dropping it: the next round saves anew.
         std::vector<Victim> victims;
         world.index.claim_victims(Tier::kShared, 1, kNoSlot, &victims);

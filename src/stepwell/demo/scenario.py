@@ -18,7 +18,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     device_pages: int = 112
-    host_pages: int = 40
+    host_pages: int = 96
     shared_bytes: int = 8 << 20
     shared_volume_bytes: int = 4 << 20
     disk_bytes: int = 512 << 20

@@ -1,7 +1,7 @@
 """Make a running core fail, stall or die at its named points (csrc/fault.h). For tests.
 
-A point is a name, "file.pwrite"; "file.*" means every point with that prefix, "*" every point. Rules are the process's,
-not a thread's: one test at a time.
+A point is a name, "file.pwrite"; "file.*" means every point with that prefix, "*" every point.
+Rules are the process's, not a thread's: one test at a time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ def inject(name: str, action: Action, *, nth: int = 0, value: int = 0) -> Iterat
 
     Args:
         name: the point or points.
-        action: count: nothing; errno: fail with errno `value`; short: move only `value` bytes; kill, stop: a signal to
+        action: count: nothing; errno: fail with errno `value`; short: move only `value` bytes;
+        kill, stop: a signal to
             this process; pause: stand there until `resume`; delay: for `value` microseconds.
         nth: counted from here on.
         value: see action.
 
-    Leaving the block drops all rules, also those of a block around it, and lets whoever is paused go on.
+    Leaving the block drops all rules, also those of a block around it, and lets whoever is paused
+    go on.
     """
     _core.fault_arm(name, action, nth, value)
     try:
@@ -60,7 +62,7 @@ class Fault:
 
 
 def fail_each(name: str, error: int, *, most: int = 1000) -> Iterator[Fault]:
-    """Yield faults that fail the 1st, 2nd, ... operation at a point, until a round in which none fired.
+    """Yield faults that fail the 1st, 2nd, ... operation at a point, until one does not fire.
 
         for fault in fail_each("file.*", errno.EIO):
             with fault:

@@ -6,17 +6,19 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.store import PageStore
-from stepwell.tiers.device import QueueFull, ScatterTicket
+from stepwell.tiers.device_queue import QueueFull, ScatterTicket
 
 
 def swap_staged_pages(store: PageStore) -> None:
-    """Make each promotion of two or more pages put the first two into each other's slots, behind every check.
+    """Put, in each promotion, the last page of the one before it in place of its own last page, behind every check.
 
     The negative control of end-to-end comparisons: bytes are verified until they are handed to the device pool, so nothing but
-    the result can tell. Requires: a store with a device tier, before its first step.
+    the result can tell. (Two pages of one sequence changing places would not do: their keys carry their positions, and attention is a
+    sum.) Requires: a store with a device tier, before its first step.
     """
     pool = store.device.pool_for_testing()
     queue = pool.queue_scatter
+    before: list[npt.NDArray[np.uint8]] = []
 
     def swapped(
         slots: npt.NDArray[np.integer],
@@ -25,9 +27,11 @@ def swap_staged_pages(store: PageStore) -> None:
         rows: npt.NDArray[np.integer] | None = None,
         generation: int,
     ) -> ScatterTicket | QueueFull:
-        order = np.arange(len(slots))
-        order[:2] = order[:2][::-1]
-        chosen = order if rows is None else rows[order]
-        return queue(slots, source, rows=chosen, generation=generation)
+        pages = source[: len(slots)].copy() if rows is None else source[rows].copy()
+        last = pages[-1].copy()
+        if before:
+            pages[-1] = before.pop()
+        before.append(last)
+        return queue(slots, pages, generation=generation)
 
-    pool.queue_scatter = swapped  # type: ignore[method-assign]
+    pool.queue_scatter = swapped  # type: ignore[method-assign, assignment]

@@ -230,20 +230,15 @@ class IndexModel:
         is_old = page.name.epoch != self.epoch
         parent = self.pages[page.parent] if page.parent is not None else None
         is_cut_off = parent is not None and not any(parent.residency)
+        old_pages = sum(name.epoch != self.epoch for name in rank)  # they come first
         if (is_old or is_cut_off) and self._children(page.name) == 0:
-            rank.insert(0, page.name)
+            rank.insert(0 if is_old else old_pages, page.name)
             return
         for ancestor in self.ancestors(page):
             if ancestor.residency[tier] == RESIDENT:
                 rank.insert(rank.index(ancestor.name), page.name)
                 return
-        if not is_old:
-            rank.append(page.name)
-            return
-        place = 0
-        while place < len(rank) and rank[place].epoch != self.epoch:
-            place += 1
-        rank.insert(place, page.name)
+        rank.insert(old_pages if is_old else len(rank), page.name)
 
     def touch(self, page: Page) -> None:
         """Use a path again: from tail to head, so that an ancestor leaves after its descendants."""

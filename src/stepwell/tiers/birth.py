@@ -4,7 +4,8 @@
     fill  (no lock): space reserved in steps, header written
     name  (directory lock): t- renamed to v-, the file that makes it a volume last
 
-Killed anywhere in between, it leaves t- files, or pages without metadata, and a free lock: the next scan removes them.
+Killed anywhere in between, it leaves t- files, or pages without metadata, and a free lock: the next
+scan removes them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Midwife:
         write_all(metadata.fileno(), birth.header.encode(), 0)
 
     def name(self, birth: Birth) -> None:
-        """Give the files their names: from the last rename on it is a volume. Requires: the directory lock."""
+        """Give the files their names; the last makes it a volume. Requires: the directory lock."""
         for suffix in birth.files:
             stem = f"{birth.volume_id}.{suffix}"
             _core.file_rename(f"{self.directory}/t-{stem}", f"{self.directory}/v-{stem}")

@@ -14,8 +14,8 @@ version of our own that is checked at each use.
 Work is queued as tickets, from any thread, and dispatched in that order at the entry of the next
 step or in drain():
 
-    scatter   host rows -> padded copy of our own -> device -> slots    rows are free on return
-    gather    slots -> arrays of our own, never donated -> host      slots are free once dispatched
+    scatter   host rows -> padded copy of our own -> device -> slots   rows are free on return
+    gather    slots -> arrays of our own, never donated -> host        slots are, once dispatched
 
 The copy of host rows is needed: on CPU jit and device_put alias 64-byte-aligned numpy memory, even
 with may_alias=False (measured), so a row repainted after dispatch would change what lands. A
@@ -171,8 +171,8 @@ class DevicePool:
     Requires: a slot that a queued gather names keeps its page until the gather is dispatched, and a
     slot that a queued scatter names is given to nobody else.
 
-    Threads: queue_scatter, queue_gather, stats and tickets from any. step, drain, warm, renew and
-    close from the owner's: the first that used one of them; one that has ended can be followed.
+    Threads: queue_scatter, queue_gather, stats, close and tickets from any. step, drain, warm and
+    renew from the owner: the first that used one of them; one that has ended can be followed.
     """
 
     def __init__(
@@ -414,12 +414,14 @@ class DevicePool:
         Raises: StepwellUsageError where the pool is not reset; GeometryError.
         """
         self._check_owner()
-        if self._state is not _PoolState.RESET:
+        if not self.is_reset:
             raise StepwellUsageError(
                 f"only a reset pool is renewed; this one is {self._state.value}"
             )
         fresh = self._adopt(arrays)
         with self._lock:
+            if not self.is_reset:  # another thread has closed it meanwhile
+                raise StoreClosedError("the device pool is closed")
             self._arrays = fresh
             self._state = _PoolState.OPEN
 

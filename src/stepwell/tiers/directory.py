@@ -1,4 +1,4 @@
-"""Say what one process wants of a tier directory, what it holds there, and what the machine is to it.
+"""Say what one process wants of a tier directory, what it holds, what the machine is to it.
 
 Values only; what is done with them is in volumes.py.
 """
@@ -96,6 +96,7 @@ class DirectoryConfig:
     floor_bytes: what this process may claim from neighbours that have more than their floor; in
     whole volumes, at least one.
     fingerprint, kind, epoch: of the pages.
+    direct_io: open pages past the page cache where the file system can (disk only).
     lock_timeout: how long the directory lock may be waited for.
     """
 
@@ -107,6 +108,7 @@ class DirectoryConfig:
     fingerprint: bytes
     epoch: int = 0
     kind: int = 1
+    direct_io: bool = True
     lock_timeout: float = 5.0
 
     @property

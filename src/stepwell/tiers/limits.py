@@ -1,8 +1,9 @@
 """Say how much a tier may reserve before the machine, a container's limit or a file system says no.
 
-A page of tmpfs counts against the memory cgroup of whoever touches it first, and going over that limit is an OOM kill, not
-an error (measured: posix_fallocate above a v1 limit ended in SIGKILL). So whoever reserves memory looks first: at the file
-system, at the machine, and at every ancestor cgroup, v1 or v2.
+A page of tmpfs counts against the memory cgroup of whoever touches it first, and going over that
+limit is an OOM kill, not an error (measured: posix_fallocate above a v1 limit ended in SIGKILL). So
+whoever reserves memory looks first: at the file system, at the machine, and at every ancestor
+cgroup, v1 or v2.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Protocol
 
 from stepwell import _core
 
-# Left over by every reservation in memory, for what else the machine or the container does meanwhile: one step of
-# another process's reservation (64 MiB, volumes.py), which looks at the same numbers at the same time.
+# Left over by every reservation in memory, for what else the machine or the container does
+# meanwhile: one step of another process's reservation (64 MiB, volumes.py), which looks at the same
+# numbers at the same time.
 MEMORY_MARGIN_BYTES = 64 << 20
 
 
@@ -50,7 +52,7 @@ class DiskLimits:
 
 
 class MemoryLimits:
-    """The limits of files in memory: the file system's, the machine's, and those of every cgroup above this process.
+    """The limits of files in memory: of file system, machine, and every cgroup above this process.
 
     Args:
         root: where /proc and the cgroup mounts are found; tests give a tree of their own.
@@ -62,14 +64,14 @@ class MemoryLimits:
         self._margin_bytes = margin_bytes
 
     def total(self, path: str) -> Limit:
-        """Return the least of the file system's size, the machine's memory and the cgroups' limits."""
+        """Return the least of the file system's size, the machine's memory, the cgroups' limits."""
         limits = [Limit(_core.file_statfs(path).total_bytes, f"size of the file system of {path}")]
         limits.append(Limit(self._meminfo("MemTotal"), "MemTotal"))
         limits.extend(Limit(group.limit_bytes, group.source) for group in self._cgroups())
         return min(limits, key=_nbytes)
 
     def available(self, path: str) -> Limit:
-        """Return the least of the file system's free space, MemAvailable and what the cgroups leave, less the margin."""
+        """Return the least that file system, machine and cgroups leave; memory less the margin."""
         limits = [Limit(self._meminfo("MemAvailable") - self._margin_bytes, "MemAvailable")]
         limits.extend(
             Limit(group.limit_bytes - group.used_bytes - self._margin_bytes, group.source)
@@ -89,7 +91,7 @@ class MemoryLimits:
         raise OSError(f"/proc/meminfo has no {field}")
 
     def _cgroups(self) -> Iterator[_Cgroup]:
-        """Yield every memory cgroup from this process's own up to the mount, where it has a limit."""
+        """Yield every memory cgroup with a limit, from this process's own up to the mount."""
         mounts = list(self._cgroup_mounts())
         for line in _read(self._root / "proc/self/cgroup").splitlines():
             _, _, rest = line.partition(":")
@@ -108,7 +110,8 @@ class MemoryLimits:
         self, read: Callable[[Path], _Cgroup | None], mount_root: str, mount_point: str, group: str
     ) -> Iterator[_Cgroup]:
         top = self._root / mount_point.lstrip("/")
-        # Inside a container the mount may show only a part of the hierarchy; a group outside of it is seen as its top.
+        # Inside a container the mount may show only a part of the hierarchy; a group outside of it
+        # is seen as its top.
         below = _relative(group, mount_root)
         here = top / below if below else top
         while True:
@@ -142,7 +145,8 @@ def _nbytes(limit: Limit) -> int:
 
 
 def _read_v2(group: Path) -> _Cgroup | None:
-    # Above memory.high a group is throttled and reclaimed rather than killed: to a cache that is a limit all the same.
+    # Above memory.high a group is throttled and reclaimed rather than killed: to a cache that is a
+    # limit all the same.
     limits = [
         (value, name)
         for name in ("memory.max", "memory.high")
@@ -179,7 +183,7 @@ def _stat(group: Path, field: str, *, at_most: int) -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text; empty where it is not there or not for us: then it sets no limit that we could know."""
+    """Return a file's text; empty where we cannot have it: then it sets no limit that we know."""
     try:
         return path.read_text()
     except OSError:

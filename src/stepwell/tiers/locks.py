@@ -1,7 +1,7 @@
 """Take flocks on names in a directory, and say who has them.
 
-Source of the rules: FORMAT.md 6, each of them a measured failure. The descriptors close in a forked child by themselves
-(csrc/file.h), so a lock lives exactly as long as its holder.
+Source of the rules: FORMAT.md 6, each of them a measured failure. The descriptors close in a forked
+child by themselves (csrc/file.h), so a lock lives exactly as long as its holder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from enum import Enum
 from stepwell import _core
 
 _TRIES = 16
-# What open(2) says of a name that is no regular file of ours: a symbolic link, a socket or device, another user's.
+# What open(2) says of a name that is no regular file of ours: a symbolic link, a socket or device,
+# another user's.
 _ODD = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EISDIR})
 
 
@@ -27,7 +28,7 @@ class NotTaken(Enum):
 
 
 def is_ours(status: _core.FileStat) -> bool:
-    """Return whether a file is one that this protocol may have made: regular, ours, with one name."""
+    """Return whether a file may be one of this protocol: regular, ours, with one name."""
     return status.is_regular and status.uid == os.geteuid() and status.links == 1
 
 
@@ -64,12 +65,13 @@ def try_lock(path: str, *, flags: int = 0) -> _core.Descriptor | NotTaken:
         descriptor.close()
         if outcome is not NotTaken.MISSING:
             return outcome
-        # The name went away, or means another file now, between open and flock: what was locked is nobody's lock.
+        # The name went away, or means another file now, between open and flock: what was locked is
+        # nobody's lock.
     return NotTaken.HELD
 
 
 def create_locked(path: str) -> _core.Descriptor:
-    """Make a new lock file and hold it. Requires: the directory lock, so that nobody locks it first.
+    """Make a new lock file and hold it. Requires: the directory lock, so that nobody is first.
 
     Raises:
         OSError: the file system failed; the name is not left behind, if that can be helped.
@@ -107,7 +109,7 @@ def is_current(descriptor: _core.Descriptor, path: str) -> bool:
 
 
 def holder_of(path: str) -> str:
-    """Return who holds the flock of `path`, for messages: "pid 12 (python)", or "a process that is not visible here"."""
+    """Return who holds the flock of `path`, for messages: "pid 12 (python)"."""
     try:
         status = _core.file_stat(path)
         with open("/proc/locks", encoding="ascii", errors="replace") as lines:
@@ -120,15 +122,17 @@ def holder_of(path: str) -> str:
                 if int(inode) == status.inode and status.device == os.makedev(
                     int(major, 16), int(minor, 16)
                 ):
-                    return f"pid {fields[4]}{_command_of(fields[4])}"
+                    return _process_named(int(fields[4]))
     except OSError:
         return "a process that cannot be named (no /proc/locks)"
     return "a process that is not visible here, or has just let go"
 
 
-def _command_of(pid: str) -> str:
+def _process_named(pid: int) -> str:
+    if pid <= 0:
+        return "a process of another pid namespace"
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-            return f" ({comm.read().strip()})"
+            return f"pid {pid} ({comm.read().strip()})"
     except OSError:
-        return ""
+        return f"pid {pid}"

@@ -1,7 +1,8 @@
-"""Read and write the file by which the processes of a tier directory know of each other (FORMAT.md 8).
+"""Read and write the file by which the processes of a directory know each other (FORMAT.md 8).
 
-One writer, read by pread; alive as long as its lock is held, which is the directory protocol's business (volumes.py).
-What another process wrote is a hint: it is checked, bounded, and never followed further than an eviction.
+One writer, read by pread; alive as long as its lock is held, which is the directory protocol's
+business (volumes.py). What another process wrote is a hint: it is checked, bounded, and never
+followed further than an eviction.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _READ_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """What a process says of itself. Sizes in bytes; want_since_ns: CLOCK_BOOTTIME, 0 while nothing is wanted."""
+    """What a process says of itself. want_since_ns: CLOCK_BOOTTIME, 0 while nothing is wanted."""
 
     process_id: bytes
     pid: int
@@ -79,7 +80,8 @@ def decode(data: bytes) -> ProcessRecord | None:
 def read(fd: int) -> ProcessRecord | None:
     """Return the record of an open process file, None where it has none.
 
-    A record that is being rewritten may come torn, though it is written by one pwrite: so a bad one is read again.
+    A record that is being rewritten may come torn, though it is written by one pwrite: so a bad one
+    is read again.
     """
     for _ in range(_READ_TRIES):
         record = decode(_core.file_pread(fd, RECORD_BYTES, 0))

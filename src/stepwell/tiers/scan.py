@@ -1,6 +1,7 @@
-"""Look at a tier directory under its lock: who holds what, what is free to take; sweep away what the dead left half done.
+"""Look at a tier directory under its lock: who holds what, what is free to take.
 
-FORMAT.md 7 (scan, the first half of adoption) and 8 (reading process files).
+On the way, what the dead left half done is swept away. FORMAT.md 7 (scan, the first half of
+adoption) and 8 (reading process files).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from stepwell.tiers.volume_files import (
     remove_lmdb,
 )
 
-Decode = Callable[[bytes, int, int], Header]  # data, size of the metadata file, size of the pages file
+# The first 4096 bytes, the size of the metadata file, the size of the page file.
+Decode = Callable[[bytes, int, int], Header]
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ class Sweep:
 
 @dataclass(slots=True)
 class Orphan:
-    """A volume without a holder. Its lock is ours for as long as the directory lock is, and longer if it is taken."""
+    """A volume without a holder. Its lock is ours while the directory lock is; longer if taken."""
 
     names: VolumeNames
     lock: _core.Descriptor
@@ -55,9 +57,10 @@ class Orphan:
 class Found:
     """A tier directory as one scan found it. True for as long as the directory lock is held.
 
-    orphans: oldest first. held_by_others: volumes of living neighbours. unusable: volumes whose lock cannot be one.
-    lost: volumes of ours whose lock name is another file now, held by another. renewed: new locks of volumes of ours
-    whose lock file somebody had removed; the caller's.
+    orphans: oldest first. held_by_others: volumes of living neighbours. unusable: volumes whose
+    lock cannot be one.
+    lost: volumes of ours whose lock name is another file now, held by another. renewed: new locks
+    of volumes of ours whose lock file somebody had removed; the caller's.
     """
 
     listing: Listing = field(default_factory=Listing)
@@ -137,7 +140,7 @@ class Scanner:
                 self._look_at_process(found, process_id)
 
     def _look_after(self, found: Found, volume_id: str, lock: _core.Descriptor) -> None:
-        """Lock a volume of ours anew if somebody removed its lock's name (a cleaner of old files, a person)."""
+        """Lock a volume of ours anew if somebody removed its lock (a cleaner of old files)."""
         path = f"{self.directory}/v-{volume_id}.lock"
         if is_current(lock, path):
             return
@@ -148,10 +151,11 @@ class Scanner:
             found.renewed[volume_id] = renewed
 
     def _look_at(self, found: Found, names: VolumeNames) -> None:
-        """Find out whether one volume id has a holder; remove what is no volume, list what is an orphan."""
+        """Find out if an id has a holder; remove what is no volume, list what is an orphan."""
         lock_path = f"{self.directory}/v-{names.volume_id}.lock"
         is_volume = names.metadata_name is not None
-        # A volume always has a lock file; where somebody removed it, a new one lets it be taken and removed like any.
+        # A volume always has a lock file; where somebody removed it, a new one lets it be taken and
+        # removed like any.
         lock = try_lock(lock_path, flags=os.O_CREAT if is_volume else 0)
         match lock:
             case NotTaken.HELD:
@@ -279,7 +283,7 @@ def _metadata_first(name: str) -> tuple[bool, str]:
 
 
 def _read_process(path: str) -> ProcessRecord | None:
-    """Return a neighbour's record; None where its file is missing, unreadable or not one: then it asks for nothing."""
+    """Return a neighbour's record; None where its file is none: then it asks for nothing."""
     try:
         descriptor = open_ours(path, os.O_RDONLY)
     except (OSError, ValueError):

@@ -1,7 +1,9 @@
 """Name, find and remove the files of volumes in a tier directory (FORMAT.md 1).
 
-Everything here is done by a holder of the directory lock, but for opening a volume that one holds. The directory may hold
-anything: names that do not match are not looked at, and what is not a regular file of ours is never opened or followed.
+Everything here is done by a holder of the directory lock, but for opening a volume that one holds.
+The directory may hold
+anything: names that do not match are not looked at, and what is not a regular file of ours is never
+opened or followed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _PROCESS_NAME = re.compile(r"p-([0-9a-f]{32})\.(?:lock|proc)", re.ASCII)
 
 @dataclass(slots=True)
 class VolumeNames:
-    """The names of one volume id that are in the directory: files with their sizes, its lock, its LMDB directories."""
+    """The names of one volume id: files with their sizes, the lock, the LMDB directories."""
 
     volume_id: str
     files: dict[str, int] = field(default_factory=dict)
@@ -54,14 +56,14 @@ class VolumeNames:
         return name if name in self.files else None
 
     def leftovers(self) -> list[str]:
-        """Return the files that belong to no volume: half born, half removed, or pages without metadata."""
+        """Return the files of no volume: half born, half removed, or pages without metadata."""
         complete = {self.metadata_name, self.pages_name} if self.metadata_name else set()
         return [name for name in self.files if name not in complete]
 
 
 @dataclass(slots=True)
 class Listing:
-    """The names of a tier directory, sorted out. `odd`: names that match and are not what they should be."""
+    """The names of a tier directory, sorted out. odd: how many match and are no files of ours."""
 
     volumes: dict[str, VolumeNames] = field(default_factory=dict)
     processes: list[str] = field(default_factory=list)
@@ -154,7 +156,8 @@ def read_header(directory: str, name: str) -> bytes:
     """Return the first 4096 bytes of a volume's metadata, fewer where the file is shorter.
 
     Raises:
-        OSError: the file system failed, or gave less than the file has: that is no reason to call a header damaged.
+        OSError: the file system failed, or gave less than the file has: that is no reason to call a
+        header damaged.
         ValueError: the name is not a regular file of ours.
     """
     descriptor = open_ours(f"{directory}/{name}", os.O_RDONLY)
@@ -194,7 +197,7 @@ def remove_until_failure(directory: str, names: Iterable[str]) -> bool:
 
 
 def remove_lmdb(directory: str, names: Iterable[str]) -> None:
-    """Remove LMDB directories: the files in them, then themselves. A link or a file of that name is left alone."""
+    """Remove LMDB directories with the files in them. What is no directory is left alone."""
     for name in names:
         path = f"{directory}/{name}"
         try:

@@ -1,10 +1,13 @@
-"""Decide which process owns which volume of a tier directory: the protocol of FORMAT.md 1, 6, 7 and 8.
+"""Decide which process owns which volume of a tier directory (FORMAT.md 1, 6, 7, 8).
 
-A directory has one budget for the host; its space is taken in volumes, each with one holder. Nobody runs it: whoever
-takes the directory lock looks at the names (scan.py), sweeps away what the dead left, and takes what it may have.
+A directory has one budget for the host; its space is taken in volumes, each with one holder. Nobody
+runs it: whoever takes the directory lock looks at the names (scan.py), sweeps away what the dead
+left, and takes what it may have.
 
-    (no names) -birth-> t- -filled, renamed-> v- held -give back, death of the holder-> v- orphan -adoption-> v- held
-                                              v- held, or an orphan whose room is needed -> x- -> (no names)
+    (no names) -birth-> t- -filled, renamed-> v- held -give back, death of the holder-> v- orphan
+    -adoption-> v- held
+                                              v- held, or an orphan whose room is needed -> x- ->
+                                              (no names)
 
 What is inside a volume is not known here, but for its header (`HeaderFormat`).
 """
@@ -49,8 +52,7 @@ from stepwell.tiers.volume_files import (
     VolumeNames,
     create_file,
     open_ours,
-    remove_files,
-    write_all,
+    remove_until_failure,
 )
 
 # An owner that does not answer a want (stopped, or stuck) is passed over after this long.
@@ -99,7 +101,7 @@ class TierDirectory:
     # Opening and closing
 
     def open(self) -> None:
-        """Check the directory and the capacity, then join the processes of the directory. Idempotent.
+        """Check directory and capacity, then join the processes of the directory. Idempotent.
 
         Raises:
             VolumeError: the path is a symbolic link, no directory, another user's, writable by
@@ -342,6 +344,8 @@ class TierDirectory:
         try:
             status = _core.file_stat(self._path)
         except FileNotFoundError:
+            if not os.path.isdir(os.path.dirname(self._path)):
+                raise VolumeError(f"{self._path} has no parent directory; make it first") from None
             with suppress(FileExistsError):  # A neighbour may make it at the same time.
                 _core.file_mkdir(self._path, 0o700)
             status = _core.file_stat(self._path)
@@ -387,14 +391,13 @@ class TierDirectory:
 
     def _probe_direct_io(self) -> None:
         """Find the alignment that the file system wants. Requires: the directory lock."""
+        # An empty file is asked: the directory may be full, and every byte of a t- name counts.
         name = f"t-{self._machine.new_id()}.pages"
-        descriptor = create_file(f"{self._path}/{name}")
         try:
-            write_all(descriptor.fileno(), bytes(4096), 0)
+            create_file(f"{self._path}/{name}").close()
             alignment = _core.file_direct_alignment(f"{self._path}/{name}")
         finally:
-            descriptor.close()
-            remove_files(self._path, [name])
+            remove_until_failure(self._path, [name])
         self._direct_io = alignment > 0
         self._alignment = max(alignment, 512) if self._direct_io else 4096
 
@@ -461,6 +464,7 @@ class TierDirectory:
                 volume = self._take(found, orphan)
                 if volume is not None:
                     return volume
+                foreign.append(orphan)  # Of no use to us either: its room is.
         refusal = self._refusal(found, needed)
         if refusal is None:
             evictable = sum(orphan.names.total_bytes for orphan in foreign)
@@ -501,7 +505,8 @@ class TierDirectory:
         """
         stem = f"{self._path}/v-{header.volume_id.hex()}"
         # Not past the page cache where it was laid out for a smaller alignment than is wanted here.
-        direct = self._direct_io and header.alignment % self._alignment == 0
+        is_aligned = header.alignment % self._alignment == 0
+        direct = self._config.direct_io and self._direct_io and is_aligned
         pages: _core.Descriptor | None = None
         if self._config.medium == "shared":
             direct = False
@@ -588,7 +593,7 @@ class TierDirectory:
     # Wants
 
     def _is_my_turn(self, found: Found) -> bool:
-        """Whether this process gives: the furthest above its floor, or who comes after the silent."""
+        """Whether this process gives: it is furthest above its floor, or next to a silent one."""
         assert self._process is not None
         excesses = [(record.excess_bytes, record.process_id.hex()) for record in found.neighbours]
         mine = (max(self.held_bytes - self._floor_bytes, 0), self._process.process_id)
@@ -597,7 +602,7 @@ class TierDirectory:
         return self._machine.boottime_ns() - since >= rank * PATIENCE_NS
 
     def _giveable_bytes(self, missing: int) -> int:
-        """Return the bytes of whole volumes, until `missing` is reached, that are above the floor."""
+        """Return the bytes of whole volumes above the floor, until `missing` is reached."""
         left, given = self.held_bytes, 0
         for size in sorted(volume.total_bytes for volume in self._held.values()):
             if given >= missing or left - size < self._floor_bytes:
@@ -615,7 +620,7 @@ class TierDirectory:
         self._publish()
 
     def _publish(self) -> None:
-        """Write the process file. It is a hint to neighbours, so a failure is counted, not raised."""
+        """Write the process file: a hint to neighbours, so a failure is counted, not raised."""
         process = self._process
         if process is None:
             return
@@ -650,7 +655,7 @@ class TierDirectory:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ForkedError(f"{self._path} was opened by pid {self._pid}; open it in this process")
+            raise ForkedError(f"{self._path} is open in pid {self._pid}; open it in this process")
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -1,0 +1,349 @@
+"""Run the demo: serve, compare, kill, serve warm, take the shared memory away, serve from disk, and prove each logit.
+
+Every act is a process of its own (demo/serve.py), so that what survives is what the tiers keep. Any difference is printed and the
+exit code is 1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from stepwell.demo.record import Comparison, Record, compare
+from stepwell.demo.scenario import Scenario, Sizes, Summary, requests_of
+from stepwell.demo.transformer import ModelConfig
+
+TOLERANCE = 1e-3
+"""Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a prefill in the other."""
+
+KILL_AFTER = 3
+WARM_REQUESTS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command line asked for."""
+
+    quick: bool = False
+    as_json: bool = False
+    trace: str | None = None
+    requests: int | None = None
+    seed: int = 0
+    directory: str | None = None
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that must hold. equal, close: positions compared."""
+
+    name: str
+    holds: bool
+    detail: str
+    equal: int = 0
+    close: int = 0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a demo."""
+
+    ok: bool
+    seconds: float
+    requests: int
+    trace: str | None
+    notes: list[str]
+    checks: list[Check]
+    runs: dict[str, Summary]
+
+
+class ActFailed(Exception):
+    """A serving process ended otherwise than it must."""
+
+
+class Acts:
+    """Start serving processes and read what they say.
+
+    Invariant: every process started is waited for before this object's context ends.
+    """
+
+    def __init__(self, base: Scenario, progress: Progress) -> None:
+        self._base = base
+        self._progress = progress
+
+    def run(self, name: str, title: str, **changes: object) -> Summary:
+        """Run one act to its end."""
+        scenario = self.scenario(name, **changes)
+        with self._process(scenario, title) as lines:
+            for message in lines:
+                if "summary" in message:
+                    return msgspec.convert(message["summary"], Summary)
+        raise ActFailed(f"{title}: the process ended without a summary")
+
+    def run_and_kill(self, name: str, title: str, **changes: object) -> Summary:
+        """Run one act, let it serve on, and kill it with SIGKILL in mid-work."""
+        scenario = self.scenario(name, serve_on=True, **changes)
+        summary: Summary | None = None
+        left = KILL_AFTER
+        with self._process(scenario, title, expect_kill=True) as lines:
+            for message in lines:
+                if "summary" in message:
+                    summary = msgspec.convert(message["summary"], Summary)
+                elif summary is not None and "finished" in message:
+                    left -= 1
+                    if left == 0:
+                        return summary
+        raise ActFailed(f"{title}: the process ended before it was killed")
+
+    def scenario(self, name: str, **changes: object) -> Scenario:
+        """Return the base scenario with changes; its record lies beside the others under its name."""
+        record = str(Path(self._base.record).with_name(f"{name}.npz"))
+        return msgspec.structs.replace(self._base, record=record, **changes)
+
+    @contextmanager
+    def _process(
+        self, scenario: Scenario, title: str, *, expect_kill: bool = False
+    ) -> Iterator[Iterator[dict[str, object]]]:
+        task = self._progress.add_task(title, total=scenario.requests)
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "stepwell.demo.serve", msgspec.json.encode(scenario).decode()],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            assert process.stdout is not None
+
+            def lines() -> Iterator[dict[str, object]]:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    message = msgspec.json.decode(line, type=dict[str, object])
+                    if "finished" in message:
+                        self._progress.advance(task)
+                    yield message
+
+            try:
+                yield lines()
+                if expect_kill:
+                    process.kill()
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                code = process.wait()
+                process.stdout.close()
+                self._progress.update(task, completed=scenario.requests)
+            if expect_kill and code != -9:
+                raise ActFailed(f"{title}: expected to end by SIGKILL, ended with {code}")
+            if not expect_kill and code != 0:
+                errors.seek(0)
+                raise ActFailed(f"{title}: exit code {code}\n{errors.read()[-4000:]}")
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run all acts, print the result; return 0 only if every check holds."""
+    console = Console(stderr=options.as_json)
+    if not console.is_terminal:
+        console = Console(stderr=options.as_json, width=120)
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepwell-demo-")))
+        disk = Path(options.directory) if options.directory else work / "disk"
+        shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))  # noqa: S108
+        stack.callback(shutil.rmtree, shared, ignore_errors=True)
+        base = _base(options, shared=shared / "tier", disk=disk, work=work)
+        progress = stack.enter_context(_progress(console))
+        try:
+            checks, runs = _play(Acts(base, progress), base)
+        except ActFailed as failure:
+            progress.stop()
+            console.print(f"[bold red]failed:[/] {failure}", markup=True)
+            return 1
+    report = Report(
+        ok=all(check.holds for check in checks),
+        seconds=time.perf_counter() - started,
+        requests=base.requests,
+        trace=options.trace,
+        notes=_notes(base),
+        checks=checks,
+        runs=runs,
+    )
+    if options.as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        _print(console, report)
+    return 0 if report.ok else 1
+
+
+def _base(options: DemoOptions, *, shared: Path, disk: Path, work: Path) -> Scenario:
+    turns = 4
+    users = 15 if options.quick else 40
+    count = options.requests or (users * turns if options.trace is None else (60 if options.quick else 200))
+    if options.trace is None and count > users * turns:
+        users = -(-count // turns)
+    cache = Path.home() / ".cache" / "stepwell" / "demo-jax"
+    cache.mkdir(parents=True, exist_ok=True)
+    return Scenario(
+        mode="tiers",
+        seed=options.seed,
+        requests=count,
+        users=users,
+        turns=turns,
+        trace=options.trace,
+        sizes=Sizes(shared_bytes=4 << 20, shared_volume_bytes=2 << 20) if options.quick else Sizes(),
+        shared_path=str(shared),
+        disk_path=str(disk),
+        compilation_cache=str(cache),
+        record=str(work / "record.npz"),
+    )
+
+
+def _play(acts: Acts, base: Scenario) -> tuple[list[Check], dict[str, Summary]]:
+    """Run the acts in order and check each."""
+    directory = Path(base.record).parent
+
+    def record(name: str) -> Record:
+        return Record.load(directory / f"{name}.npz")
+
+    warm = min(WARM_REQUESTS, base.requests)
+    last = base.requests - warm
+    served = str(directory / "served.npz")
+    runs = {"unbounded": acts.run("unbounded", "oracle 1: unbounded device pool", mode="unbounded")}
+    runs["served"] = acts.run_and_kill("served", "serve through four tiers, then SIGKILL")
+    runs["recompute"] = acts.run("recompute", "oracle 2: no reuse at all", mode="recompute", replay=served)
+    again = {"first": last, "requests": warm, "replay": served}
+    runs["shared"] = acts.run("shared", "after SIGKILL: warm from shared memory", **again)
+    runs["swapped"] = acts.run("swapped", "negative control: a page swapped behind the tiers", swap_staged_page=True, **again)
+    shutil.rmtree(base.shared_path)
+    runs["disk"] = acts.run("disk", "shared memory removed: warm from disk", **again)
+    ours, unbounded, recompute = record("served"), record("unbounded"), record("recompute")
+    checks = [
+        _compared("oracle 1: every logit equal to an unbounded pool's, to the last bit", compare(ours, unbounded)),
+        _compared(
+            f"oracle 2: equal to no reuse (generated prefixes within {TOLERANCE})",
+            compare(ours, recompute, tolerance=TOLERANCE),
+        ),
+        _compared("after SIGKILL: the same logits", compare(record("shared"), ours, tolerance=TOLERANCE)),
+        _compared("from disk alone: the same logits", compare(record("disk"), ours, tolerance=TOLERANCE)),
+        _negative(compare(record("swapped"), ours, tolerance=TOLERANCE), runs["swapped"]),
+        _has_hits("every tier serves hits", runs["served"], ("device", "host", "shared", "disk")),
+        _has_hits("after SIGKILL prefixes come from shared memory", runs["shared"], ("shared",)),
+        _has_hits("without shared memory prefixes come from disk", runs["disk"], ("disk",)),
+        Check(
+            name="no checksum failed",
+            holds=all(run.checksum_failures == 0 for run in runs.values()),
+            detail=f"{sum(run.checksum_failures for run in runs.values())} failures",
+        ),
+    ]
+    return checks, runs
+
+
+def _compared(name: str, result: Comparison) -> Check:
+    detail = f"{result.equal} positions bit-equal"
+    if result.close:
+        detail += f", {result.close} within {result.largest:.2g}"
+    if result.differences:
+        detail += f"; {len(result.differences)} DIFFER: " + "; ".join(str(d) for d in result.differences[:3])
+    return Check(name=name, holds=result.holds, detail=detail, equal=result.equal, close=result.close)
+
+
+def _negative(result: Comparison, run: Summary) -> Check:
+    found = len(result.differences)
+    return Check(
+        name="negative control: a swapped page is seen",
+        holds=found > 0 and run.checksum_failures == 0,
+        detail=f"{found} positions differ, as they must" if found else "nothing differs: the comparison is blind",
+    )
+
+
+def _has_hits(name: str, run: Summary, tiers: tuple[str, ...]) -> Check:
+    found = {tier: run.reused_tokens.get(tier, 0) for tier in tiers}
+    return Check(
+        name=name,
+        holds=all(found.values()),
+        detail=", ".join(f"{tokens} tokens from {tier}" for tier, tokens in found.items()),
+    )
+
+
+def _notes(base: Scenario) -> list[str]:
+    config = ModelConfig(seed=base.seed)
+    page = config.geometry().page_bytes
+    notes = [
+        f"model: {config.layers} layers, random weights (seed {base.seed}); a page is {config.page_tokens} tokens, {page // 1024} KiB",
+        f"tiers: device {base.sizes.device_pages} pages, host {base.sizes.host_pages} pages, "
+        f"shared {base.sizes.shared_bytes >> 20} MiB, disk {base.sizes.disk_bytes >> 20} MiB",
+    ]
+    if base.trace is not None:
+        _, trace = requests_of(base, vocab=config.vocab, max_tokens=config.max_tokens)
+        assert trace is not None
+        notes.append(
+            f"trace: the first {base.requests} requests; a block of 512 tokens is one page of 16, lengths are divided by {trace.scale}; "
+            f"{trace.capped_prompts} prompts cut to the model's context ({trace.dropped_tokens} tokens), "
+            f"{trace.capped_outputs} answers shortened"
+        )
+    return notes
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def _print(console: Console, report: Report) -> None:
+    for note in report.notes:
+        console.print(f"  {note}", style="dim")
+    served, recompute = report.runs["served"], report.runs["recompute"]
+    console.print(_tier_table(served, report))
+    console.print(
+        f"  {served.requests} requests: {served.prompt_tokens} prompt tokens, {sum(served.reused_tokens.values())} reused, "
+        f"{served.computed_tokens} computed (generated ones included), {served.preemptions} preemptions; "
+        f"{served.seconds:.1f} s beside {recompute.seconds:.1f} s without reuse"
+    )
+    console.print(f"  SSD: {served.bytes_written.get('disk', 0) / 1e6:.1f} MB written, each page once")
+    for check in report.checks:
+        mark = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
+        console.print(f"  {mark}  {check.name}: {check.detail}", highlight=False)
+    verdict = "[bold green]all of it holds[/]" if report.ok else "[bold red]it does not hold[/]"
+    console.print(f"{verdict} ({report.seconds:.0f} s)")
+
+
+def _tier_table(served: Summary, report: Report) -> Table:
+    """Show per tier what was reused, what moved, and how long the first token took beside recomputing it."""
+    recomputed = {one.request: one.first_token for one in report.runs["recompute"].served}
+    table = Table(title="by the tier in which most of the prefix was found")
+    for column in ("tier", "requests", "tokens", "MB read", "MB written", "load ms", "first token ms", "recomputed ms"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
+    everything = [*served.served, *report.runs["shared"].served, *report.runs["disk"].served]
+    for tier in ("device", "host", "shared", "disk", "nowhere"):
+        mine = [one for one in everything if max(one.found, key=lambda t: one.found[t], default="nowhere") == tier]
+
+        def median(values: list[float]) -> str:
+            return f"{statistics.median(values) * 1e3:.1f}" if values else "-"
+
+        moved = tier not in ("device", "nowhere")
+        table.add_row(
+            tier,
+            str(len(mine)),
+            str(sum(run.reused_tokens.get(tier, 0) for run in _tier_runs(report))),
+            f"{sum(run.bytes_read.get(tier, 0) for run in _tier_runs(report)) / 1e6:.1f}" if moved else "-",
+            f"{sum(run.bytes_written.get(tier, 0) for run in _tier_runs(report)) / 1e6:.1f}" if moved else "-",
+            median([one.wait for one in mine]),
+            median([one.first_token for one in mine]),
+            median([recomputed[one.request] for one in mine if one.request in recomputed]),
+        )
+    return table
+
+
+def _tier_runs(report: Report) -> list[Summary]:
+    return [report.runs[name] for name in ("served", "shared", "disk")]
