@@ -9,6 +9,7 @@ Python decides on batches, C++ works on arrays; the GIL is released in every cal
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -112,6 +113,7 @@ class PageStore:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close what is being closed
         geometry = config.geometry
         self._page_tokens = geometry.page_tokens
         self._fingerprint = geometry.fingerprint()
@@ -611,15 +613,22 @@ class PageStore:
         """Verify the index's invariants by a full scan; "" or what is wrong. For tests and `verify`."""
         return self._index.check()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the store was closed."""
+        return self._closed
+
     def close(self) -> None:
         """Finish what runs, cancel the rest after config.close_timeout, and give everything back. Idempotent.
 
         Shared and disk pages stay for the next process. Matches may still be closed afterwards.
         """
-        if self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             self._closed = True
             return
-        self._shut(self._config.close_timeout)
+        with self._closing:
+            if not self._closed:
+                self._shut(self._config.close_timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -678,16 +687,19 @@ class PageStore:
             self._keeper.stop()
         if self._sequences is not None:
             self._sequences.stop()
-        if self._mover is not None:
-            self._mover.drain(timeout, True)
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.drain(timeout, True)
             self._account()
-            self._mover.drain_retired()
+            mover.drain_retired()
+            del mover  # the last reference, unless a call still runs: its threads are joined here
         with self._lock:
             held, self._leases = self._leases, []
         for _, match in held:
             match.close()
-        for tier in sorted(self._tiers):
-            self._tiers[tier].close(self._index)
+        with contextlib.ExitStack() as closing:  # each is closed, whatever happens to the others
+            for tier in sorted(self._tiers, reverse=True):
+                closing.callback(self._tiers[tier].close, self._index)
 
     def _all_tiers(self) -> list[Tier]:
         """Every tier the store has, nearest to the computation first."""

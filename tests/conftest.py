@@ -1,0 +1,85 @@
+"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_kit import Directories, Rig, assert_unpinned, assert_whole
+
+from stepwell.config import StoreConfig
+from stepwell.testing import faults
+
+
+def _sw_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # it has ended since
+            continue
+    return sorted(name for name in names if name.startswith("sw-"))
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the one that lists
+            continue
+    return found
+
+
+def _volume_mappings() -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return [line.split()[-1] for line in maps if ".vol" in line]
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread, a descriptor or a mapping of a volume behind."""
+    before = _descriptors()
+    yield
+    faults._core.fault_clear()
+    assert _sw_threads() == []
+    assert _volume_mappings() == []
+    after = _descriptors()
+    assert {name: after[name] for name in after.keys() - before.keys()} == {}
+
+
+@pytest.fixture
+def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
+    """Two tier directories to be, in memory and on disk; what is in them afterwards goes."""
+    parent = Path(tempfile.mkdtemp(prefix="sw-test-", dir="/dev/shm"))
+    try:
+        yield Directories(shared=parent / "shared", disk=tmp_path / "disk")
+    finally:
+        shutil.rmtree(parent)
+
+
+@pytest.fixture
+def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
+    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be whole."""
+    opened: list[Rig] = []
+
+    def make(config: StoreConfig | None = None, *, slots: int = 256, clock: Any = None, **sizes: Any) -> Rig:
+        rig = Rig(config or directories.config(**sizes), slots=slots, clock=clock)
+        opened.append(rig)
+        return rig
+
+    yield make
+    try:
+        for rig in opened:
+            if not rig.store.closed:
+                assert_whole(rig.store)
+                assert_unpinned(rig.store)
+    finally:
+        for rig in opened:
+            rig.close()
