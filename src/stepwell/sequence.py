@@ -101,7 +101,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__", "_block", "_claims", "_closed", "_epoch", "_keys", "_length", "_lease", "_lost", "_name_space", "_owner",
-        "_pending_pages", "_pinned", "_private", "_promotions", "_published", "_ready_pages", "_reused", "_seed", "_stalled",
+        "_pending_pages", "_pinned", "_private", "_promotions", "_published", "_ready_pages", "_reused", "_seed", "_seen_pages", "_stalled",
         "_target_pages", "_tokens", "request_id",
     )  # fmt: skip
 
@@ -126,6 +126,7 @@ class Sequence:
         self._pending_pages = 0
         self._published = 0
         self._reused: dict[Tier, int] = {}
+        self._seen_pages = 0  # counted in _reused
         self._closed = False
         self._lost = False
         self._stalled = False
@@ -296,10 +297,14 @@ class Sequences:
         if first:
             asked = sequence._length // self.page_tokens
             self.decider.looked_up(match, asked)
+        if first:
+            sequence._reused, sequence._seen_pages = {}, 0
+        fresh = tiers[sequence._seen_pages :]
         for tier in Tier:
-            found = int((tiers[sequence._ready_pages :] == tier).sum())
-            if found and (first or tier is not Tier.DEVICE):
+            found = int((fresh == tier).sum())
+            if found:
                 sequence._reused[tier] = sequence._reused.get(tier, 0) + found
+        sequence._seen_pages = max(sequence._seen_pages, ids.size)
         sequence._block = slots[:run].astype(np.int64).tolist()
         sequence._ready_pages = sequence._published = run
         sequence._pending_pages = match.pending // self.page_tokens
@@ -465,8 +470,10 @@ class Sequences:
         sequence._claims.update(claims)
         sequence._pinned.extend(page for page, _ in claims.values())
         sequence._block.extend(slots)
+        # What was neither ready nor under way is this sequence's to compute now.
         sequence._pending_pages = 0
-        sequence._target_pages = max(sequence._target_pages, sequence._ready_pages)
+        sequence._target_pages = sequence._ready_pages
+        sequence._stalled = False
         return None
 
     def append(self, sequences: Seq[Sequence], tokens: npt.NDArray[np.integer]) -> None:

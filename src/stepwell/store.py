@@ -197,7 +197,8 @@ class PageStore:
         held = Match(self._index, self._index.match_and_pin(name_space, checked, mask), self._page_tokens)
         try:
             for tier in targets:
-                self._make_room(tier, pages - held.pages)
+                here, _ = self._index.match_length(name_space, checked, tier_mask(tier))
+                self._make_room(tier, pages - here)
             batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask)
         finally:
             held.close()
@@ -488,6 +489,8 @@ class PageStore:
         self._use()
         self._epoch = epoch_number(epoch)
         self._index.set_epoch(self._epoch)
+        for tier in self._tiers.values():
+            tier.set_epoch(self._epoch)
         with self._lock:
             running = list(self._watched.values())
         for transfer, _, is_load in running:

@@ -55,5 +55,8 @@ class PageTier(Protocol):
             Pages that should be evicted from this tier now to have `high_pages` free; 0 where growing did it.
         """
 
+    def set_epoch(self, epoch: int) -> None:
+        """Recover only pages of this epoch from what is taken from now on."""
+
     def close(self, index: Index) -> None:
         """Give the memory up. Requires: the mover is joined, no page is pinned. Idempotent."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock
@@ -27,6 +26,8 @@ from stepwell.tiers.volumes import TierDirectory
 
 _LOG = logging.getLogger("stepwell")
 SLOT_BITS: Final = 20
+LOOK_SECONDS: Final = 0.2
+"""Seconds between two looks at what neighbours lack: each is a scan; a busy store's rounds come faster."""
 GROW_RETRY: Final = 2.0
 """Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
 
@@ -74,6 +75,7 @@ class VolumeTier:
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
+        self._looked_at = float("-inf")
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
         self._directory = TierDirectory(
@@ -133,8 +135,11 @@ class VolumeTier:
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Grow, give back, stamp recency; return how many pages to evict."""
         self._finish_leaving(index)
-        if self._directory.wanted() > 0:
-            self._start_leaving(index)
+        now = self._clock.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            if self._directory.wanted() > 0:
+                self._start_leaving(index)
         self._stamp_recency(index)
         free = index.claimable(self._tier)
         if free >= low_pages and self._directory.lacking_bytes == 0:
@@ -154,7 +159,7 @@ class VolumeTier:
         self._recency_at = float("-inf")
         try:
             self._stamp_recency(index)
-        except StepwellError as error:
+        except (StepwellError, OSError) as error:
             _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), error)
         for member in list(self._members.values()):
             self._before_detach(member)
