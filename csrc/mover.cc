@@ -662,7 +662,7 @@ void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int sta
       queues[queue].push(transfer->spec_.work_class, unit);
       work_waits[queue].notify_one();
     } catch (...) {  // no memory even for the queue: the unit is over before it began
-      poison();
+      poison_by_current_exception();
       settle_unit(unit);
     }
   }
