@@ -490,6 +490,7 @@ bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& sour
       return true;
     }
   }
+  reach("mover.after_copy");
   landed_whole(transfer, page);
   return true;
 }
@@ -554,6 +555,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     });
     if (pages.empty()) return;
     if (layer + 1 == shape.layers()) {
+      reach("mover.after_copy");
       for (const LayeredPage& page : pages) landed_whole(transfer, page.index);
     }
     transfer.progress_->layers_done.store(layer + 1, std::memory_order_release);

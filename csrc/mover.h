@@ -11,7 +11,8 @@
 //   a promotion or demotion between tiers: one stage.
 // Each layer copied is checked against the checksum its source recorded; a pool source makes the checksums. A page fails alone.
 // A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from it holds the page; else it is kept.
-// Fault points: mover.unit, mover.before_copy, mover.after_copy (before the commit), mover.after_commit; an armed errno stands for an exception there.
+// Fault points: mover.unit, mover.before_copy, mover.after_copy (before a commit, or before a page is said to have landed),
+// mover.after_commit; an armed errno stands for an exception there.
 //
 // Threads: submit from any thread; workers are sw-copy-n and sw-io-n. With copy_threads = io_threads = 0 nothing runs until step() is called: the stepped
 // mover of stepwell.testing.

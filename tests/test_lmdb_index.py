@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import random
+import resource
 import shutil
 import stat
 import struct
@@ -162,6 +163,20 @@ def test_key_that_moved_to_another_slot_stays_and_is_not_remembered(path: Path) 
         found = read(path)
         assert found["index"] == {key_of(1): (target, 2, 0), key_of(2): (source, 4, 0)}
         assert found["memory"] == {}
+
+
+def test_page_that_moves_costs_no_remembered_page_its_place(path: Path) -> None:
+    records = Records(2)
+    records.write(0, key_of(1))
+    index = index_of(path, 2, memory_entries=1)
+    index.open(adopted=False)
+    index.remember([key_of(7)], [1])
+    index.sync(records.bytes)
+    records.free(0)
+    records.write(1, key_of(1))
+    index.sync(records.bytes)
+    index.close()
+    assert read(path)["memory"] == {key_of(7): 1}
 
 
 @pytest.mark.parametrize("first_to_leave", [0, 1])
@@ -400,6 +415,15 @@ def test_pages_that_leave_later_are_newer_than_what_was_put_back(path: Path) -> 
     assert read(path)["memory"] == {key_of(2): 900, key_of(1): 901}
 
 
+def test_memory_stays_bounded_when_more_is_put_back(path: Path) -> None:
+    index = index_of(path, 1, memory_entries=2)
+    index.open(adopted=False)
+    index.remember([key_of(1), key_of(2), key_of(3)], [3, 1, 2])
+    index.remember([key_of(4)], [9])
+    index.close()
+    assert read(path)["memory"] == {key_of(1): 3, key_of(4): 9}
+
+
 def test_volume_that_was_not_adopted_begins_with_nothing(path: Path) -> None:
     leave_behind(path)
     shutil.copytree(path, f"{path}-old")
@@ -520,6 +544,12 @@ def test_damage_costs_the_memory_and_nothing_else(
     leave_behind(path)
     damage(path)
     assert_only_memory_is_lost(path)
+
+
+def test_truncated_file_kills_the_reader_in_place_of_this_process(path: Path) -> None:
+    leave_behind(path)
+    os.truncate(path / "data.mdb", 2 * 4096)  # the meta pages, and no page that they name
+    assert assert_only_memory_is_lost(path) == "the reader died of SIGBUS"
 
 
 def assert_only_memory_is_lost(path: Path, **options: Any) -> str:
@@ -662,6 +692,38 @@ def test_reader_that_cannot_be_started_costs_the_memory(path: Path) -> None:
     assert "nonexistent" in assert_only_memory_is_lost(path, reader=("/nonexistent",))
 
 
+def test_old_environment_that_cannot_be_renamed_costs_the_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_behind(path)
+
+    def refuse(*_: str) -> None:
+        raise OSError(5, "stub")
+
+    monkeypatch.setattr(lmdb_index.os, "rename", refuse)
+    assert "stub" in assert_only_memory_is_lost(path)
+
+
+def test_reader_works_where_descriptors_are_many(path: Path) -> None:
+    """select() takes none above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"descriptors are limited to {hard}")
+    keys = leave_behind(path)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+        while not held or held[-1] < 1100:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+        index = index_of(path, 1)
+        assert list(index.open(adopted=True).keys) == keys
+        index.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_reader_inherits_no_descriptor(tmp_path: Path, path: Path) -> None:
     leave_behind(path)
     with open(tmp_path / "lock", "w") as lock:
@@ -697,8 +759,9 @@ def test_full_map_grows_and_deletes_work(path: Path) -> None:
 def test_map_full_at_its_limit_begins_again_without_the_memory(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    records = Records(200)
-    index = index_of(path, 200, map_bytes=1 << 18, map_limit_bytes=1 << 18)
+    records = Records(201)
+    records.write(200, b"stays")
+    index = index_of(path, 201, map_bytes=1 << 18, map_limit_bytes=1 << 18)
     index.open(adopted=False)
     with caplog.at_level(logging.WARNING, "stepwell"):
         for number in range(4000):
@@ -711,7 +774,7 @@ def test_map_full_at_its_limit_begins_again_without_the_memory(
     found = read(path)
     assert {key: slot for key, (slot, _, _) in found["index"].items()} == {
         key_of(number): number % 200 for number in range(3800, 4000)
-    }
+    } | {b"stays": 200}
     assert 0 < len(found["memory"]) < 3800
 
 

@@ -150,6 +150,12 @@ def test_a_file_is_refused(world: World) -> None:
         world.open()
 
 
+def test_a_directory_without_a_parent_is_refused(world: World) -> None:
+    world.path = world.path / "nowhere" / "tier"
+    with pytest.raises(VolumeError, match=r"nowhere/tier has no parent directory"):
+        world.open()
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_directory_that_others_can_write_is_refused(world: World, mode: int) -> None:
     world.path.mkdir()
@@ -331,6 +337,17 @@ def test_without_fallocate_zeros_are_written(world: World) -> None:
         volume = grow(directory)
     for path in world.files_of(volume.volume_id):
         assert path.stat().st_blocks * 512 >= path.stat().st_size
+
+
+def test_a_birth_that_fails_between_its_two_names_leaves_none(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    with make_directory(str(path), "disk") as directory:
+        before = sorted(os.listdir(path))
+        with inject("file.rename", "errno", nth=2, value=errno.EIO):
+            with pytest.raises(TierIOError, match="disk tier: Input/output error"):
+                directory.grow()
+            assert reached("file.rename") == 2
+        assert sorted(os.listdir(path)) == before
 
 
 def test_the_directory_lock_is_not_held_while_a_volume_is_filled(world: World) -> None:
@@ -896,6 +913,18 @@ def test_what_was_given_back_for_a_neighbour_is_not_taken_above_the_floor(world:
     assert rich.adopt() == []
     assert grow(poor).volume_id == given
     assert isinstance(third.grow(), Full)
+
+
+def test_a_process_below_its_floor_takes_what_is_there_though_others_lack_more(
+    world: World,
+) -> None:
+    rich, poorer, poor = world.open(), world.open(floor=2), world.open(floor=1)
+    for _ in range(3):
+        grow(rich)
+    poorer.publish_want(2 * poorer.volume_bytes)
+    assert refused(rich).reason == "a neighbour below its floor comes first"
+    grow(poor)
+    assert refused(poor).total_bytes == world.total()
 
 
 def test_an_owner_keeps_its_floor(world: World) -> None:

@@ -84,7 +84,7 @@ class _Promotion:
     ticket: ScatterTicket | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Gather:
     """Pages that were published and are gathered to be written through."""
 
@@ -246,6 +246,8 @@ class Sequences:
         self._moving = 0  # promotions under way, of all sequences
         self._lock = threading.RLock()
         self._gathers: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
+        self._unlanded: list[_Gather] = []  # GUARDED_BY(_landed)
+        self._landed = threading.Condition()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._land_gathers, name="sw-device", daemon=True)
         self._thread.start()
@@ -577,7 +579,10 @@ class Sequences:
         plan = Plan(batch.pages[rows], plan_all.roles[rows], batch.slots[rows], batch.numbers[rows])
         plan.roles[:, POOL_COLUMN] = SOURCE
         plan.slots[:, POOL_COLUMN] = np.arange(rows.size)
-        self._gathers.put(_Gather(ticket, plan))
+        gather = _Gather(ticket, plan)
+        with self._landed:
+            self._unlanded.append(gather)
+        self._gathers.put(gather)
 
     def _return(self, plan: Plan, rows: npt.NDArray[np.intp]) -> None:
         part = Plan(plan.pages[rows], plan.roles[rows], plan.slots[rows], plan.numbers[rows])
@@ -727,23 +732,39 @@ class Sequences:
             gather = self._gathers.get()
             if gather is None:
                 return
-            try:
-                views = gather.ticket.host_views()
-            except DeviceResetError:
-                gather.ticket.release()
-                self.decider.abort_claims(gather.plan)
-                self._index.unpin_pages(gather.plan.pages)
-                continue
-            hold = _Hold(gather.ticket)
-            first = 0
-            for view in views:
-                rows = slice(first, first + len(view))
-                first += len(view)
-                plan = Plan(
-                    gather.plan.pages[rows], gather.plan.roles[rows], gather.plan.slots[rows].copy(), gather.plan.numbers[rows]
-                )
-                plan.slots[:, POOL_COLUMN] = np.arange(len(view))
-                self._submit_gather(plan, view, hold)
+            self._land(gather)
+            with self._landed:
+                self._unlanded.remove(gather)
+                self._landed.notify_all()
+
+    def _land(self, gather: _Gather) -> None:
+        """Wait for one gather and hand it to the mover; where it failed, return its claims."""
+        try:
+            views = gather.ticket.host_views()
+        except DeviceResetError:
+            gather.ticket.release()
+            self.decider.abort_claims(gather.plan)
+            self._index.unpin_pages(gather.plan.pages)
+            return
+        hold = _Hold(gather.ticket)
+        first = 0
+        for view in views:
+            rows = slice(first, first + len(view))
+            first += len(view)
+            plan = Plan(
+                gather.plan.pages[rows], gather.plan.roles[rows], gather.plan.slots[rows].copy(), gather.plan.numbers[rows]
+            )
+            plan.slots[:, POOL_COLUMN] = np.arange(len(view))
+            self._submit_gather(plan, view, hold)
+
+    def wait_landed(self, timeout: float | None) -> bool:
+        """Wait until every gather that was dispatched is with the mover. Queued ones wait for the engine's next step or drain."""
+
+        def is_landed() -> bool:
+            return all(gather.ticket.state is TicketState.QUEUED for gather in self._unlanded)
+
+        with self._landed:
+            return self._landed.wait_for(is_landed, timeout)
 
     def _submit_gather(self, plan: Plan, view: npt.NDArray[np.uint8], hold: _Hold) -> None:
         pool = lend_canonical(self._shape, view, owner=(view, hold))

@@ -554,9 +554,14 @@ class PageStore:
         return VerifyResult(total, damaged)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every transfer submitted before this call is done. False: not within `timeout` seconds."""
+        """Wait until every transfer submitted before this call is done. False: not within `timeout` seconds.
+
+        Pages published on a device tier are included once their gather was dispatched: by the engine's next step, or drain().
+        """
         self._use()
         limit = None if timeout is None else self._clock.monotonic() + timeout
+        if self._sequences is not None and not self._sequences.wait_landed(timeout):
+            return False
         with self._lock:
             running = [core for _, core, _ in self._watched.values()]
         for core in running:

@@ -672,6 +672,25 @@ TEST_CASE("a buffer repainted after close_gate stays painted although a stalled 
   world.check_settled();
 }
 
+TEST_CASE("a page whose last byte fell before close_gate but was not said to have landed stays at deadline") {
+  for (const bool layer_order : {false, true}) {
+    World world(World::threaded());
+    auto saved = world.save(1, 2, tiers({kShared}));
+    fault::arm("mover.after_copy", fault::Action::kPause, 1, 0);
+    TransferSpec spec = world.load_spec(saved, kShared);
+    spec.layer_order = layer_order;
+    const auto transfer = world.submit(std::move(spec));
+    REQUIRE(fault::wait_paused("mover.after_copy", 60));
+    transfer->close_gate();
+    CHECK(World::all(transfer, Status::kDeadline));
+    fault::clear();
+    world.finish(transfer);
+    CHECK(World::all(transfer, Status::kDeadline));
+    CHECK(transfer->landed() == std::vector<uint8_t>{0, 0});
+    world.check_settled();
+  }
+}
+
 TEST_CASE("close_gate leaves landed pages as they are and tells the others at once") {
   World world({.copy_threads = 0, .io_threads = 0, .queue_units = 64, .unit_bytes = 1});
   auto saved = world.save(1, 3, tiers({kShared}));

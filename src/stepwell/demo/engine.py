@@ -173,11 +173,15 @@ class Engine:
         while chosen:
             upto = [min(r.computed + CHUNK_TOKENS, r.total) if r is prefill else r.total for r in chosen]
             extended = self._store.extend([r.open_sequence for r in chosen], upto)
+            if not extended.ok.all():  # pages that are being written through are pinned until they are: let them land
+                self._store.device.drain()
+                self._store.quiesce(1.0)
+                extended = self._store.extend([r.open_sequence for r in chosen], upto)
             if extended.ok.all():
                 break
-            victim = self._running[-1]
             if len(self._running) == 1:
                 raise RuntimeError(f"the device pool is too small for one request: {extended.full}")
+            victim = self._running[-1]
             self._suspend(victim)
             chosen = [r for r in chosen if r is not victim]
             decodes = [r for r in decodes if r is not victim]

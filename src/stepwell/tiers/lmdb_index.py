@@ -479,21 +479,20 @@ class VolumeIndex:
     def _read_old(self) -> Remembered:
         """Have the child read the environment of the volume's last holder."""
         old = self._path + "-old"
-        # `old` alone: the last holder died between its rename and the read.
-        if os.path.lexists(self._path):
-            _remove(old)
-            os.rename(self._path, old)
-        elif not os.path.lexists(old):
-            return _nothing("no environment was beside the volume")
-        command = (*self._reader, old, str(self._memory_entries), str(self._reader_timeout))
         limit = _STREAM_HEAD.size + _STREAM_ENTRY.itemsize * self._memory_entries
+        command = (*self._reader, old, str(self._memory_entries), str(self._reader_timeout))
         try:
+            # `old` alone: the last holder died between its rename and the read.
+            if os.path.lexists(self._path):
+                _remove(old)
+                os.rename(self._path, old)
+            elif not os.path.lexists(old):
+                return _nothing("no environment was beside the volume")
             stream = _output_of(command, limit_bytes=limit, timeout=self._reader_timeout)
             return _parse(stream, volume_id=self._volume_id, limit_entries=self._memory_entries)
         except (OSError, ValueError) as error:
-            remembered = _nothing(str(error))
             _LOG.warning("%s: the memory of evicted pages is lost: %s", self._path, error)
-            return remembered
+            return _nothing(str(error))
 
 
 def _nothing(reason: str) -> Remembered:
@@ -561,7 +560,9 @@ def _output_of(command: Sequence[str], *, limit_bytes: int, timeout: float) -> b
         assert process.stdout is not None
         output = bytearray()
         try:
-            while select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            poll = select.poll()  # select() refuses descriptors above 1,023
+            poll.register(process.stdout, select.POLLIN)
+            while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 part = os.read(process.stdout.fileno(), 2**18)
                 if not part:
                     break

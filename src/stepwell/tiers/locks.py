@@ -122,15 +122,17 @@ def holder_of(path: str) -> str:
                 if int(inode) == status.inode and status.device == os.makedev(
                     int(major, 16), int(minor, 16)
                 ):
-                    return f"pid {fields[4]}{_command_of(fields[4])}"
+                    return _process_named(int(fields[4]))
     except OSError:
         return "a process that cannot be named (no /proc/locks)"
     return "a process that is not visible here, or has just let go"
 
 
-def _command_of(pid: str) -> str:
+def _process_named(pid: int) -> str:
+    if pid <= 0:
+        return "a process of another pid namespace"
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-            return f" ({comm.read().strip()})"
+            return f"pid {pid} ({comm.read().strip()})"
     except OSError:
-        return ""
+        return f"pid {pid}"

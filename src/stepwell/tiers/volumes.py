@@ -344,6 +344,8 @@ class TierDirectory:
         try:
             status = _core.file_stat(self._path)
         except FileNotFoundError:
+            if not os.path.isdir(os.path.dirname(self._path)):
+                raise VolumeError(f"{self._path} has no parent directory; make it first") from None
             with suppress(FileExistsError):  # A neighbour may make it at the same time.
                 _core.file_mkdir(self._path, 0o700)
             status = _core.file_stat(self._path)
