@@ -1,1 +1,105 @@
-"""Keep the KV cache of an LLM server in four tiers."""
+"""Keep the KV cache of an LLM server in four tiers: device, host, shared memory, disk.
+
+    import stepwell as sw
+
+    store = sw.PageStore(sw.StoreConfig(geometry=sw.PageGeometry(...), host="2GiB", disk=sw.DiskTier("200GiB", "/var/cache/kv")))
+    pool = store.lend(array)
+    store.save(tokens, source=pool[slots])
+    with store.match(tokens) as match:
+        store.load(match, into=pool[slots]).wait()
+
+These names are the public face; everything else may change. Each is imported when it is first used (PEP 562), so that
+`import stepwell` costs nothing, and jax is loaded only by who uses the managed device tier.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepwell import errors
+    from stepwell.config import (
+        DeviceTier,
+        DiskTier,
+        HostTier,
+        SharedTier,
+        StoreConfig,
+        from_env,
+        from_mapping,
+    )
+    from stepwell.errors import StepwellError, StepwellUsageError
+    from stepwell.geometry import PageGeometry
+    from stepwell.hashing import Namespace
+    from stepwell.index import Miss, Residency, Tier
+    from stepwell.lease import Match
+    from stepwell.mover import Full, SaveOutcome, SaveResult, Transfer
+    from stepwell.pool import LentPool, PoolPointers, PoolSlice
+    from stepwell.sequence import Extended, Sequence
+    from stepwell.stats import Stats, TierStats
+    from stepwell.store import PageStore, Probe, VerifyResult
+
+__all__ = [
+    "DeviceTier",
+    "DiskTier",
+    "Extended",
+    "Full",
+    "HostTier",
+    "LentPool",
+    "Match",
+    "Miss",
+    "Namespace",
+    "PageGeometry",
+    "PageStore",
+    "PoolPointers",
+    "PoolSlice",
+    "Probe",
+    "Residency",
+    "SaveOutcome",
+    "SaveResult",
+    "Sequence",
+    "SharedTier",
+    "Stats",
+    "StepwellError",
+    "StepwellUsageError",
+    "StoreConfig",
+    "Tier",
+    "TierStats",
+    "Transfer",
+    "VerifyResult",
+    "errors",
+    "from_env",
+    "from_mapping",
+]
+
+_HOMES = {
+    "config": ("DeviceTier", "DiskTier", "HostTier", "SharedTier", "StoreConfig", "from_env", "from_mapping"),
+    "errors": ("StepwellError", "StepwellUsageError"),
+    "geometry": ("PageGeometry",),
+    "hashing": ("Namespace",),
+    "index": ("Miss", "Residency", "Tier"),
+    "lease": ("Match",),
+    "mover": ("Full", "SaveOutcome", "SaveResult", "Transfer"),
+    "pool": ("LentPool", "PoolPointers", "PoolSlice"),
+    "sequence": ("Extended", "Sequence"),
+    "stats": ("Stats", "TierStats"),
+    "store": ("PageStore", "Probe", "VerifyResult"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its home on first use, and keep it."""
+    if name == "errors":
+        return import_module("stepwell.errors")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+    value: object = getattr(import_module(f"stepwell.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public face."""
+    return sorted({*globals(), *__all__})

@@ -214,6 +214,14 @@ class Transfer:
         raise StepwellError(message)
 
 
+class SaveOutcome(IntEnum):
+    """What became of one key of save_keys: written by this call, here (or on its way) already, or no room or no success."""
+
+    STORED = 0
+    PRESENT = 1
+    REFUSED = 2
+
+
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     """What became of a save, in pages; saved + present + pending + refused = whole pages of the tokens.

@@ -43,6 +43,7 @@ from stepwell.mover import (
     STATUS_REASON,
     Full,
     Plan,
+    SaveOutcome,
     SaveResult,
     Transfer,
     WorkClass,
@@ -374,10 +375,10 @@ class PageStore:
         for tier in targets:
             self._make_room(tier, len(checked) - run)
         batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask)
-        result = np.full(len(checked), SAVE_REFUSED, dtype=np.uint8)
+        result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
         new = (batch.outcomes == _NEW).any(axis=1)
         here = (batch.outcomes == _PRESENT).any(axis=1) | (batch.outcomes == _PENDING).any(axis=1)
-        result[here & ~new] = SAVE_PRESENT
+        result[here & ~new] = SaveOutcome.PRESENT
         transfer = self._submit_save(mover, batch.pages, batch.outcomes, batch.slots, batch.numbers, source)
         if transfer is not None:
             if not transfer.wait(deadline):
@@ -385,9 +386,9 @@ class PageStore:
             if transfer.pages:
                 landed = transfer.ok
                 rows = np.flatnonzero(new)
-                result[rows[landed]] = SAVE_STORED
-        stored = int((result == SAVE_STORED).sum())
-        self._counters.saved(stored, int((result == SAVE_REFUSED).sum()))
+                result[rows[landed]] = SaveOutcome.STORED
+        stored = int((result == SaveOutcome.STORED).sum())
+        self._counters.saved(stored, int((result == SaveOutcome.REFUSED).sum()))
         return result
 
     def state(self, key: bytes, *, kind: int = KIND_KV) -> dict[Tier, Residency]:
@@ -1111,10 +1112,6 @@ class _StoreDecider:
     def write_through_mask(self) -> int:
         return tier_mask(*(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._store._tiers))
 
-
-SAVE_STORED: Final = 0
-SAVE_PRESENT: Final = 1
-SAVE_REFUSED: Final = 2
 
 _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from stepwell import Namespace, PageStore
+from stepwell import Sequence as RunningSequence
 from stepwell.demo.record import Record
 from stepwell.demo.transformer import CHUNK_TOKENS, Model
 from stepwell.demo.workload import Request
-from stepwell.hashing import Namespace
-from stepwell.sequence import Sequence as RunningSequence
-from stepwell.store import PageStore
 
 Tokens = npt.NDArray[np.int32]
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
+from stepwell import DeviceTier, DiskTier, PageStore, SharedTier, StoreConfig
 from stepwell.demo.engine import Engine, EngineOptions, Running
 from stepwell.demo.record import Record
 from stepwell.demo.scenario import Scenario, Served, Summary, requests_of
 from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cache, make_model
 from stepwell.demo.workload import Request, conversations
-from stepwell.store import PageStore
 
 
 def say(**message: object) -> None:

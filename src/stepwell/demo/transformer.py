@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepwell.geometry import PageGeometry
+from stepwell import PageGeometry
 
 CHUNK_TOKENS = 64
 

@@ -1,0 +1,1 @@
+"""Hold pages where they lie: device, host, shared memory, disk, behind one contract (base)."""
