@@ -1,6 +1,7 @@
-// The page protocol of FORMAT.md 3 and 4, replayed: the stores of the real writer are recorded at its fault points, and a reader is shown every
-// combination of prefixes of them, step i the state after prefix p_i, p_1 <= p_2 <= ... What a reader may say: the wanted page, whole and right, or a miss.
-// Mutants of writer, reader and adoption go through the same replay and must fail it: so it can fail.
+// The page protocol of FORMAT.md 3 and 4, replayed: the stores of the real writer are recorded at its fault points, and
+// a reader is shown every combination of prefixes of them, step i the state after prefix p_i, p_1 <= p_2 <= ... What a
+// reader may say: the wanted page, whole and right, or a miss. Mutants of writer, reader and adoption go through the
+// same replay and must fail it: so it can fail.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -61,7 +62,8 @@ void restore(const VolumeFiles& files, const Image& image) {
   put(files.pages(), image.page.data(), sizeof(image.page), files.page_at(kSlot));
 }
 
-// Runs `work` on a thread of its own and notes the slot at every fault point of volume.cc and of the test; states that repeat are noted once.
+// Runs `work` on a thread of its own and notes the slot at every fault point of volume.cc and of the test; states that
+// repeat are noted once.
 History record_history(const VolumeFiles& files, const std::function<void()>& work) {
   History history{look(files)};
   fault::arm("volume.*", fault::Action::kPause, 0, 0);
@@ -92,7 +94,8 @@ void write_in_chunks(Volume& volume, const std::string& key) {
   REQUIRE(volume.begin_write(kSlot, scratch, &target) == Status::kOk);
   for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
     checksums[chunk] = PageShape::layer_seed(seed, chunk);
-    checksums[chunk] = crc32c_copy(checksums[chunk], target.bytes + kChunkBytes * chunk, page.data() + kChunkBytes * chunk, kChunkBytes);
+    checksums[chunk] = crc32c_copy(checksums[chunk], target.bytes + kChunkBytes * chunk,
+                                   page.data() + kChunkBytes * chunk, kChunkBytes);
     copy_fence();
     fault::reach("test.chunk");
   }
@@ -109,7 +112,8 @@ std::vector<Store> changes(const Image& before, const Image& after) {
   if (before.page[0] != after.page[0]) stores.push_back(Store::kChunk0);
   if (before.page[1] != after.page[1]) stores.push_back(Store::kChunk1);
   if (before.checksums != after.checksums) stores.push_back(Store::kChecksums);
-  if (!std::equal(before.record.begin() + 8, before.record.end(), after.record.begin() + 8)) stores.push_back(Store::kRecord);
+  if (!std::equal(before.record.begin() + 8, before.record.end(), after.record.begin() + 8))
+    stores.push_back(Store::kRecord);
   return stores;
 }
 
@@ -129,20 +133,32 @@ History reordered(const History& recorded, const std::vector<Store>& order) {
   for (const Store store : order) {
     Image next = history.back();
     switch (store) {
-      case Store::kOdd: std::memcpy(next.record.data(), &odd, 8); break;
-      case Store::kEven: std::copy_n(last.record.begin(), 8, next.record.begin()); break;
-      case Store::kChunk0: next.page[0] = last.page[0]; break;
-      case Store::kChunk1: next.page[1] = last.page[1]; break;
-      case Store::kChecksums: next.checksums = last.checksums; break;
-      case Store::kRecord: std::copy(last.record.begin() + 8, last.record.end(), next.record.begin() + 8); break;
+      case Store::kOdd:
+        std::memcpy(next.record.data(), &odd, 8);
+        break;
+      case Store::kEven:
+        std::copy_n(last.record.begin(), 8, next.record.begin());
+        break;
+      case Store::kChunk0:
+        next.page[0] = last.page[0];
+        break;
+      case Store::kChunk1:
+        next.page[1] = last.page[1];
+        break;
+      case Store::kChecksums:
+        next.checksums = last.checksums;
+        break;
+      case Store::kRecord:
+        std::copy(last.record.begin() + 8, last.record.end(), next.record.begin() + 8);
+        break;
     }
     history.push_back(next);
   }
   return history;
 }
 
-// What each read of a reader sees: prefixes of the history. The record is read in two halves and the page in two chunks, because no copy is atomic;
-// the chunks in either order.
+// What each read of a reader sees: prefixes of the history. The record is read in two halves and the page in two
+// chunks, because no copy is atomic; the chunks in either order.
 struct Schedule {
   size_t record, record_end, second, chunk0, chunk1, last;
 };
@@ -167,13 +183,15 @@ Image seen(const History& history, const Schedule& schedule, int read) {
       std::copy(end.record.begin() + kRecordBytes / 2, end.record.end(), image.record.begin() + kRecordBytes / 2);
       return image;
     }
-    case 2: return history[schedule.second];
+    case 2:
+      return history[schedule.second];
     case 3:
       image = history[std::max(schedule.chunk0, schedule.chunk1)];
       image.page[0] = history[schedule.chunk0].page[0];
       image.page[1] = history[schedule.chunk1].page[1];
       return image;
-    default: return history[schedule.last];
+    default:
+      return history[schedule.last];
   }
 }
 
@@ -185,7 +203,8 @@ struct Verdict {
   Page page{};
 };
 
-// FORMAT.md 4 said once more, over images in place of files. `second_look`: the mutant that makes its checksum of a second read of the source.
+// FORMAT.md 4 said once more, over images in place of files. `second_look`: the mutant that makes its checksum of a
+// second read of the source.
 Verdict model_read(const History& history, const Schedule& schedule, uint64_t generation, const Label& wanted,
                    bool second_look = false) {
   Verdict verdict;
@@ -201,7 +220,8 @@ Verdict model_read(const History& history, const Schedule& schedule, uint64_t ge
   if (!SlotRecord::decode(first.record.data(), &record)) return judge(second, Status::kChecksum);
   if (!same_page(record.label, wanted)) return verdict;
   const Image third = seen(history, schedule, 3);
-  if (crc32c(0, second.checksums.data(), second.checksums.size()) != record.page_checksum) return judge(third, Status::kChecksum);
+  if (crc32c(0, second.checksums.data(), second.checksums.size()) != record.page_checksum)
+    return judge(third, Status::kChecksum);
   verdict.page = third.page;
   const Page& summed = second_look ? history[schedule.last].page : third.page;
   bool right = true;
@@ -223,9 +243,9 @@ Page page_of(const std::string& key) {
 
 struct Outcomes {
   uint64_t right = 0, misses = 0;
-  uint64_t wrong = 0;        // OK, and a byte that is not the page's
-  uint64_t false_alarms = 0; // CHECKSUM, and nothing was damaged
-  uint64_t unguarded = 0;    // the generation held over wrong bytes: only the checksum stood between them and the caller
+  uint64_t wrong = 0;         // OK, and a byte that is not the page's
+  uint64_t false_alarms = 0;  // CHECKSUM, and nothing was damaged
+  uint64_t unguarded = 0;  // the generation held over wrong bytes: only the checksum stood between them and the caller
   bool flawless() const { return wrong + false_alarms + unguarded == 0; }
 };
 
@@ -261,9 +281,11 @@ History rewrite_history(VolumeMedium medium) {
 
 TEST_CASE("the writer stores in the order of FORMAT.md 3") {
   using enum Store;
-  CHECK(order_of(rewrite_history(VolumeMedium::kShared)) == std::vector<Store>{kOdd, kChunk0, kChunk1, kChecksums, kRecord, kEven});
+  CHECK(order_of(rewrite_history(VolumeMedium::kShared)) ==
+        std::vector<Store>{kOdd, kChunk0, kChunk1, kChecksums, kRecord, kEven});
   // On disk the page is one pwrite: both chunks between the same two points.
-  CHECK(order_of(rewrite_history(VolumeMedium::kDisk)) == std::vector<Store>{kOdd, kChunk0, kChunk1, kChecksums, kRecord, kEven});
+  CHECK(order_of(rewrite_history(VolumeMedium::kDisk)) ==
+        std::vector<Store>{kOdd, kChunk0, kChunk1, kChecksums, kRecord, kEven});
 }
 
 TEST_CASE("every reader of every prefix of a rewrite gets the right page or a miss") {
@@ -301,8 +323,8 @@ TEST_CASE("the real reader says what the model says, at every step of every sche
     std::jthread reader([&] {
       std::array<std::array<std::byte, kChunkBytes>, kChunks> out;
       for (const Schedule& schedule : schedules) {
-        const Status status = read_foreign_page(files.shape(), files.header(), files.metadata(), files.pages(), nullptr, kSlot, 2,
-                                                label_of("old"), out[0].data());
+        const Status status = read_foreign_page(files.shape(), files.header(), files.metadata(), files.pages(), nullptr,
+                                                kSlot, 2, label_of("old"), out[0].data());
         const Verdict expected = model_read(history, schedule, 2, label_of("old"));
         different += status != expected.status;
         if (status == Status::kOk) {
@@ -390,7 +412,8 @@ TEST_CASE("mutant: a checksum of a second read of the source delivers damaged by
 }
 
 TEST_CASE("mutant: a generation that starts again at adoption fails the replay") {
-  // "old" at generation 2, its writer killed before its next one; the mutant of recover() sets the slot back to 0; "new" gets generation 2 again.
+  // "old" at generation 2, its writer killed before its next one; the mutant of recover() sets the slot back to 0;
+  // "new" gets generation 2 again.
   VolumeFiles files(VolumeMedium::kShared, tiny_shape(), 1 << 16);
   auto volume = files.open();
   History history = record_history(files, [&] {
