@@ -1,7 +1,8 @@
 """Measure gather, scatter and checksummed copies against the limit of the same run.
 
-The limit is a non-temporal copy of as many contiguous bytes. Variants take turns within a round; figures are medians over
-the rounds. Prints JSON: GB/s and the ratio to the limit, for each size of piece.
+The limit is a non-temporal copy of as many contiguous bytes. Variants take turns within a round;
+figures are medians over the rounds. Prints JSON: GB/s and the ratio to the limit, for each size
+of piece.
 
     python benchmarks/bench_copy.py [--rounds 11] [--mib 64]
 """
@@ -37,7 +38,7 @@ def layers_for(piece: int) -> int:
 
 
 def layer_first_pool(memory: npt.NDArray[np.uint8], piece: int) -> tuple[_core.Pool, int, int]:
-    """Lay a pool [layers, streams, slots, piece] over `memory`; return it, its slots and page bytes."""
+    """Lay a pool [layers, streams, slots, piece] over memory; return it, slots, page bytes."""
     layers = layers_for(piece)
     count = layers * STREAMS
     slots = memory.size // (count * piece)
@@ -51,7 +52,9 @@ def layer_first_pool(memory: npt.NDArray[np.uint8], piece: int) -> tuple[_core.P
     return pool, slots, count * piece
 
 
-def measure(piece: int, memory: npt.NDArray[np.uint8], flat: npt.NDArray[np.uint8], rounds: int) -> dict[str, object]:
+def measure(
+    piece: int, memory: npt.NDArray[np.uint8], flat: npt.NDArray[np.uint8], rounds: int
+) -> dict[str, object]:
     pool, slots, page_bytes = layer_first_pool(memory, piece)
     pages = flat.reshape(-1)[: flat.size // page_bytes * page_bytes].reshape(-1, page_bytes)
     order = np.random.default_rng(0).permutation(slots)[: len(pages)].tolist()
@@ -99,7 +102,9 @@ def measure(piece: int, memory: npt.NDArray[np.uint8], flat: npt.NDArray[np.uint
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--mib", type=int, default=64, help="bytes a variant copies in a round")
     options = parser.parse_args()

@@ -57,7 +57,9 @@ def measure(page_tokens: int, tokens: npt.NDArray[np.int32], rounds: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=131072)
     options = parser.parse_args()

@@ -284,8 +284,11 @@ uint32_t shift_lane(uint32_t crc) noexcept {
 
 template <bool store>
 STEPWELL_CRC uint32_t run_armv8(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
-  const auto put = [target](size_t at, uint64_t word) {
-    if constexpr (store) std::memcpy(target + at, &word, sizeof word);
+  const auto put = [&target](size_t offset, uint64_t word) {
+    if constexpr (store)
+      std::memcpy(target + offset, &word, sizeof word);
+    else
+      static_cast<void>(target);
   };
   size_t at = 0;
   for (; bytes - at >= kBlockBytes; at += kBlockBytes) {

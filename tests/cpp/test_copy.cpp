@@ -85,7 +85,7 @@ std::vector<std::byte*> canonical(const Drawn& drawn, uint64_t slot, uint32_t la
 
 TEST_CASE("gather delivers the canonical bytes and their checksum, from any layout") {
   std::mt19937 random(1);
-  for (int round = 0; round < 300; ++round) {
+  for (int round = 0; round < 60; ++round) {
     CAPTURE(round);
     const Drawn drawn = draw(random);
     const PageShape shape = shape_of(drawn.layer_bytes);
@@ -110,7 +110,7 @@ TEST_CASE("gather delivers the canonical bytes and their checksum, from any layo
 
 TEST_CASE("scatter writes the canonical bytes into the slot and nothing beside them") {
   std::mt19937 random(2);
-  for (int round = 0; round < 300; ++round) {
+  for (int round = 0; round < 60; ++round) {
     CAPTURE(round);
     Drawn drawn = draw(random);
     const PageShape shape = shape_of(drawn.layer_bytes);
