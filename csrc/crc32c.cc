@@ -8,7 +8,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
+#if !defined(__clang__)
 #include <arm_acle.h>
+#endif
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -63,13 +65,8 @@ uint64_t load_word(const std::byte* from) noexcept {
   return word;
 }
 
-// Below this a piece is stored through the cache: a streamed line that is not filled whole costs more than it saves, and small
-// pieces are often read again at once. Source: benchmarks/bench_copy.py.
-constexpr size_t kStreamBytes = 4096;
-constexpr size_t kLineBytes = 64;
 constexpr size_t kLaneBytes = 256;
 constexpr size_t kBlockBytes = 4 * kLaneBytes;
-constexpr size_t kPrefetchBytes = 2 * kBlockBytes;
 
 // ---- portable ----
 
@@ -116,19 +113,36 @@ constexpr Kernels kPortable = {"table", update_portable, copy_portable, stream_p
 // ---- x86-64: SSE4.2 crc32, PCLMULQDQ to join lanes, movnti to stream words, AVX2 for the plain copy ----
 #if defined(__x86_64__)
 
+// Below this a piece is stored through the cache: the lines at its ends are seldom filled whole, and a streamed line that is
+// not costs more than it saves. Source: benchmarks/bench_copy.py.
+constexpr size_t kStreamBytes = 1024;
+constexpr size_t kLineBytes = 64;
+constexpr size_t kPrefetchBytes = 2 * kBlockBytes;
+constexpr size_t kSmallBlockBytes = 128;  // four lanes of 32: for what is left, and for small pieces
+
 #define STEPWELL_SSE42 __attribute__((target("sse4.2,pclmul")))
 #define STEPWELL_INLINE_SSE42 __attribute__((target("sse4.2,pclmul"), always_inline)) inline
+
+inline void prefetch_line(const std::byte* line) noexcept {
+  _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
+}
+
+// The first lines of a piece, which nothing has announced to the hardware prefetcher yet.
+inline void prefetch_start(const std::byte* source, size_t bytes) noexcept {
+  for (size_t line = 0; line < std::min(bytes, kPrefetchBytes); line += kLineBytes) prefetch_line(source + line);
+}
 
 STEPWELL_INLINE_SSE42 uint64_t step(uint64_t crc, uint64_t word) noexcept { return _mm_crc32_u64(crc, word); }
 
 enum class Store : uint8_t { kNone, kCached, kStreamed };
 
+// `target` is null where nothing is stored, so it is only offset where something is.
 template <Store store>
-STEPWELL_INLINE_SSE42 void put(std::byte* target, uint64_t word) noexcept {
+STEPWELL_INLINE_SSE42 void put(std::byte* target, size_t at, uint64_t word) noexcept {
   if constexpr (store == Store::kStreamed) {
-    _mm_stream_si64(reinterpret_cast<long long*>(target), static_cast<long long>(word));
+    _mm_stream_si64(reinterpret_cast<long long*>(target + at), static_cast<long long>(word));
   } else if constexpr (store == Store::kCached) {
-    std::memcpy(target, &word, sizeof word);
+    std::memcpy(target + at, &word, sizeof word);
   }
 }
 
@@ -143,21 +157,21 @@ STEPWELL_INLINE_SSE42 __m128i shifted(uint64_t crc) noexcept {
                               _mm_cvtsi64_si128(static_cast<long long>(factor)), 0);
 }
 
-// One block of four lanes.
-template <size_t lane, Store store>
-STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std::byte* source) noexcept {
+// One block of four lanes, `at` bytes into source and target. `ahead`: prefetch the lines kPrefetchBytes further on.
+template <size_t lane, Store store, bool ahead>
+STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std::byte* source, size_t at) noexcept {
+  constexpr size_t kRun = std::min(lane, kLineBytes);
   uint64_t a = crc, b = 0, c = 0, d = 0;
-  for (size_t line = 0; line < lane; line += std::min(lane, kLineBytes)) {
-    if constexpr (lane >= kLineBytes) {
-      for (size_t i = 0; i < 4; ++i)
-        _mm_prefetch(reinterpret_cast<const char*>(source + kPrefetchBytes + i * lane + line), _MM_HINT_T0);
+  for (size_t line = at; line < at + lane; line += kRun) {
+    if constexpr (ahead) {
+      for (size_t i = 0; i < 4; ++i) prefetch_line(source + line + kPrefetchBytes + i * lane);
     }
-    for (size_t at = line; at < line + std::min(lane, kLineBytes); at += 8) {
-      const uint64_t wa = load_word(source + at), wb = load_word(source + lane + at),
-                     wc = load_word(source + 2 * lane + at), wd = load_word(source + 3 * lane + at);
+    for (size_t i = line; i < line + kRun; i += 8) {
+      const uint64_t wa = load_word(source + i), wb = load_word(source + i + lane),
+                     wc = load_word(source + i + 2 * lane), wd = load_word(source + i + 3 * lane);
       a = step(a, wa), b = step(b, wb), c = step(c, wc), d = step(d, wd);
-      put<store>(target + at, wa), put<store>(target + lane + at, wb);
-      put<store>(target + 2 * lane + at, wc), put<store>(target + 3 * lane + at, wd);
+      put<store>(target, i, wa), put<store>(target, i + lane, wb);
+      put<store>(target, i + 2 * lane, wc), put<store>(target, i + 3 * lane, wd);
     }
   }
   const __m128i joined = _mm_xor_si128(_mm_xor_si128(shifted<3 * lane>(a), shifted<2 * lane>(b)), shifted<lane>(c));
@@ -165,32 +179,35 @@ STEPWELL_INLINE_SSE42 uint64_t block(uint64_t crc, std::byte* target, const std:
 }
 
 template <Store store>
-STEPWELL_INLINE_SSE42 uint32_t run_sse42(uint32_t start, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+STEPWELL_INLINE_SSE42 uint32_t run_sse42(uint32_t start, std::byte* target, const std::byte* source,
+                                         size_t bytes) noexcept {
   uint64_t crc = start;
-  const auto advance = [&](size_t step_bytes) __attribute__((always_inline)) {
-    source += step_bytes, bytes -= step_bytes;
-    if constexpr (store != Store::kNone) target += step_bytes;
-  };
-  for (; bytes >= kBlockBytes; advance(kBlockBytes)) crc = block<kLaneBytes, store>(crc, target, source);
-  for (; bytes >= 128; advance(128)) crc = block<32, store>(crc, target, source);
-  for (; bytes >= 8; advance(8)) {
-    const uint64_t word = load_word(source);
+  size_t at = 0;
+  for (; bytes - at >= kBlockBytes + kPrefetchBytes; at += kBlockBytes)
+    crc = block<kLaneBytes, store, true>(crc, target, source, at);
+  for (; bytes - at >= kBlockBytes; at += kBlockBytes) crc = block<kLaneBytes, store, false>(crc, target, source, at);
+  for (; bytes - at >= kSmallBlockBytes; at += kSmallBlockBytes)
+    crc = block<kSmallBlockBytes / 4, store, false>(crc, target, source, at);
+  for (; bytes - at >= 8; at += 8) {
+    const uint64_t word = load_word(source + at);
     crc = step(crc, word);
-    put<store>(target, word);
+    put<store>(target, at, word);
   }
-  for (; bytes > 0; advance(1)) {
-    const std::byte byte = *source;
+  for (; at < bytes; ++at) {
+    const std::byte byte = source[at];
     crc = _mm_crc32_u8(static_cast<uint32_t>(crc), static_cast<uint8_t>(byte));
-    if constexpr (store != Store::kNone) *target = byte;
+    if constexpr (store != Store::kNone) target[at] = byte;
   }
   return static_cast<uint32_t>(crc);
 }
 
 STEPWELL_SSE42 uint32_t update_sse42(uint32_t crc, const std::byte* from, size_t bytes) noexcept {
+  prefetch_start(from, bytes);
   return run_sse42<Store::kNone>(crc, nullptr, from, bytes);
 }
 
 STEPWELL_SSE42 uint32_t copy_sse42(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+  prefetch_start(source, bytes);
   if (bytes < kStreamBytes) return run_sse42<Store::kCached>(crc, target, source, bytes);
   const size_t head = (kLineBytes - reinterpret_cast<uintptr_t>(target) % kLineBytes) % kLineBytes;
   crc = run_sse42<Store::kCached>(crc, target, source, head);
@@ -206,6 +223,7 @@ __attribute__((target("avx2"))) void stream_avx2(std::byte* target, const std::b
     return;
   }
   const size_t head = (kLineBytes - reinterpret_cast<uintptr_t>(target) % kLineBytes) % kLineBytes;
+  prefetch_start(source, bytes);
   std::memcpy(target, source, head);
   target += head, source += head, bytes -= head;
   for (; bytes >= 128; bytes -= 128, source += 128, target += 128) {
@@ -231,6 +249,86 @@ Kernels detect() noexcept {
     kernels.name = has_avx2 ? "sse4.2+avx2" : "sse4.2";
     kernels.update = update_sse42;
     kernels.copy = copy_sse42;
+  }
+  return kernels;
+}
+
+// ---- AArch64: the CRC extension. No streaming stores: these cores notice full lines being written and stop allocating ----
+#elif defined(__aarch64__) && defined(__linux__)
+
+#if defined(__clang__)
+#define STEPWELL_CRC __attribute__((target("crc")))
+#define STEPWELL_CRC_WORD __builtin_arm_crc32cd
+#define STEPWELL_CRC_BYTE __builtin_arm_crc32cb
+#else
+#define STEPWELL_CRC __attribute__((target("+crc")))
+#define STEPWELL_CRC_WORD __crc32cd
+#define STEPWELL_CRC_BYTE __crc32cb
+#endif
+
+// kShift[k][b]: byte k of a register, shifted by one lane.
+constexpr std::array<std::array<uint32_t, 256>, 4> kShift = [] {
+  std::array<std::array<uint32_t, 256>, 4> tables{};
+  for (size_t k = 0; k < 4; ++k)
+    for (uint32_t bit = 0; bit < 8; ++bit) {
+      const uint32_t shifted = multiply(1u << (8 * k + bit), power_of_x(8 * kLaneBytes));
+      for (size_t byte = 0; byte < 256; ++byte)
+        if (((byte >> bit) & 1) != 0) tables[k][byte] ^= shifted;
+    }
+  return tables;
+}();
+
+uint32_t shift_lane(uint32_t crc) noexcept {
+  return kShift[0][crc & 0xff] ^ kShift[1][(crc >> 8) & 0xff] ^ kShift[2][(crc >> 16) & 0xff] ^ kShift[3][crc >> 24];
+}
+
+template <bool store>
+STEPWELL_CRC uint32_t run_armv8(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+  const auto put = [&target](size_t offset, uint64_t word) {
+    if constexpr (store)
+      std::memcpy(target + offset, &word, sizeof word);
+    else
+      static_cast<void>(target);
+  };
+  size_t at = 0;
+  for (; bytes - at >= kBlockBytes; at += kBlockBytes) {
+    uint32_t lanes[4] = {crc, 0, 0, 0};
+    for (size_t i = at; i < at + kLaneBytes; i += 8) {
+      for (size_t lane = 0; lane < 4; ++lane) {
+        const uint64_t word = load_word(source + i + lane * kLaneBytes);
+        lanes[lane] = STEPWELL_CRC_WORD(lanes[lane], word);
+        put(i + lane * kLaneBytes, word);
+      }
+    }
+    crc = shift_lane(shift_lane(shift_lane(lanes[0]) ^ lanes[1]) ^ lanes[2]) ^ lanes[3];
+  }
+  for (; bytes - at >= 8; at += 8) {
+    const uint64_t word = load_word(source + at);
+    crc = STEPWELL_CRC_WORD(crc, word);
+    put(at, word);
+  }
+  for (; at < bytes; ++at) {
+    const std::byte byte = source[at];
+    crc = STEPWELL_CRC_BYTE(crc, static_cast<uint8_t>(byte));
+    if constexpr (store) target[at] = byte;
+  }
+  return crc;
+}
+
+STEPWELL_CRC uint32_t update_armv8(uint32_t crc, const std::byte* from, size_t bytes) noexcept {
+  return run_armv8<false>(crc, nullptr, from, bytes);
+}
+
+STEPWELL_CRC uint32_t copy_armv8(uint32_t crc, std::byte* target, const std::byte* source, size_t bytes) noexcept {
+  return run_armv8<true>(crc, target, source, bytes);
+}
+
+Kernels detect() noexcept {
+  Kernels kernels = kPortable;
+  if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
+    kernels.name = "armv8-crc";
+    kernels.update = update_armv8;
+    kernels.copy = copy_armv8;
   }
   return kernels;
 }

@@ -30,6 +30,20 @@ std::atomic<uint64_t> faults_caught{0};
 std::atomic<bool> installed{false};
 struct sigaction previous;  // written once, before the handler can run
 
+// ThreadSanitizer runs our handler with all signals blocked, whatever we asked for; only there must the mask be saved.
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define STEPWELL_TSAN
+#endif
+#elif defined(__SANITIZE_THREAD__)
+#define STEPWELL_TSAN
+#endif
+#ifdef STEPWELL_TSAN
+constexpr int kSaveMask = 1;
+#else
+constexpr int kSaveMask = 0;
+#endif
+
 // Where this thread goes when the guarded operation it is in faults. Guards nest.
 struct Frame {
   sigjmp_buf jump;
@@ -37,6 +51,28 @@ struct Frame {
 };
 // initial-exec: the handler must not make the thread's storage on first use, that would allocate.
 thread_local Frame* volatile current __attribute__((tls_model("initial-exec"))) = nullptr;
+
+// ThreadSanitizer performs an atomic access inside its runtime, under a lock that a fault would leave locked for good.
+#ifdef STEPWELL_TSAN
+#define STEPWELL_PLAIN_ATOMIC __attribute__((no_sanitize("thread"), noinline))
+#else
+#define STEPWELL_PLAIN_ATOMIC
+#endif
+
+struct AtomicAccess {
+  uint64_t* address;
+  uint64_t value;
+};
+
+STEPWELL_PLAIN_ATOMIC void load_leaf(void* argument) noexcept {
+  auto& job = *static_cast<AtomicAccess*>(argument);
+  job.value = __atomic_load_n(job.address, __ATOMIC_ACQUIRE);
+}
+
+STEPWELL_PLAIN_ATOMIC void store_leaf(void* argument) noexcept {
+  const auto& job = *static_cast<AtomicAccess*>(argument);
+  __atomic_store_n(job.address, job.value, __ATOMIC_RELEASE);
+}
 
 bool is_registered(uintptr_t address) noexcept {
   const size_t used = ranges_used.load(std::memory_order_acquire);
@@ -135,7 +171,7 @@ void remove_range(const void* address) noexcept {
 [[gnu::noinline]] Status run(void (*leaf)(void*) noexcept, void* argument) noexcept {
   Frame frame;
   frame.outer = current;
-  if (sigsetjmp(frame.jump, 0) != 0) {
+  if (sigsetjmp(frame.jump, kSaveMask) != 0) {
     current = frame.outer;
     return Status::kBusFault;
   }
@@ -198,31 +234,15 @@ Status fill_zero(void* target, size_t bytes) noexcept {
 }
 
 Status load_acquire(const void* address, uint64_t* value) noexcept {
-  struct Job {
-    const uint64_t* address;
-    uint64_t value;
-  } job{static_cast<const uint64_t*>(address), 0};
-  const Status status = run(
-      [](void* argument) noexcept {
-        Job& it = *static_cast<Job*>(argument);
-        it.value = __atomic_load_n(it.address, __ATOMIC_ACQUIRE);
-      },
-      &job);
+  AtomicAccess job{static_cast<uint64_t*>(const_cast<void*>(address)), 0};
+  const Status status = run(load_leaf, &job);
   if (status == Status::kOk) *value = job.value;
   return status;
 }
 
 Status store_release(void* address, uint64_t value) noexcept {
-  struct Job {
-    uint64_t* address;
-    uint64_t value;
-  } job{static_cast<uint64_t*>(address), value};
-  return run(
-      [](void* argument) noexcept {
-        Job& it = *static_cast<Job*>(argument);
-        __atomic_store_n(it.address, it.value, __ATOMIC_RELEASE);
-      },
-      &job);
+  AtomicAccess job{static_cast<uint64_t*>(address), value};
+  return run(store_leaf, &job);
 }
 
 uint64_t caught() noexcept { return faults_caught.load(std::memory_order_relaxed); }

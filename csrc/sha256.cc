@@ -7,7 +7,10 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(__aarch64__) && defined(__linux__) && \
+    (!defined(__clang__) || __clang_major__ >= 18 || defined(__ARM_FEATURE_SHA2))
+// Older clang hides the intrinsics from functions with a target attribute.
+#define STEPWELL_ARMV8_SHA2
 #include <arm_neon.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -116,7 +119,7 @@ bool has_hardware() noexcept {
 constexpr Compress kHardware = compress_sha_ni;
 constexpr const char* kHardwareName = "sha-ni";
 
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(STEPWELL_ARMV8_SHA2)
 
 #if defined(__clang__)
 #define STEPWELL_TARGET_SHA2 __attribute__((target("sha2")))

@@ -85,6 +85,7 @@ class Volume final : public Medium {
   // Opens files that hold a complete volume. metadata: `.vol` or `.meta`; pages: invalid for a shared volume.
   // Throws std::runtime_error with the reason (header damaged or not the given one, sizes wrong, map failed, shape does not fit: names both).
   Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io);
+  // REQUIRES that no other thread is inside a method or holds bytes of the mapping (PageSource, PageTarget): its addresses go.
   ~Volume() override;
 
   bool does_io() const noexcept override { return header_.medium == VolumeMedium::kDisk; }

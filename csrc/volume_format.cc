@@ -37,7 +37,9 @@ bool all_zero(const std::byte* in, size_t first, size_t last) noexcept {
   return true;
 }
 
-uint64_t round_up(uint64_t value, uint64_t alignment) noexcept { return (value + alignment - 1) / alignment * alignment; }
+uint64_t round_up(uint64_t value, uint64_t alignment) noexcept {
+  return (value + alignment - 1) / alignment * alignment;
+}
 
 bool alignment_right(VolumeMedium medium, uint64_t alignment) noexcept {
   const uint64_t least = medium == VolumeMedium::kShared ? 64 : 512;
@@ -79,7 +81,8 @@ VolumeHeader VolumeHeader::plan(VolumeMedium medium, const PageShape& shape, uin
     throw std::invalid_argument(wrong("slot alignment must be a power of two, 64 (disk: 512) to 4096, not", alignment));
   if (!ring_right(ring_entries))
     throw std::invalid_argument(wrong("ring entries must be a power of two, 64 to 2^20, not", ring_entries));
-  if (shape.layers() > kMaxLayers) throw std::invalid_argument(wrong("a volume holds at most 65536 layers, not", shape.layers()));
+  if (shape.layers() > kMaxLayers)
+    throw std::invalid_argument(wrong("a volume holds at most 65536 layers, not", shape.layers()));
   if (shape.page_bytes() > std::numeric_limits<uint32_t>::max())
     throw std::invalid_argument(wrong("a page of a volume is smaller than 4 GiB, not", shape.page_bytes()));
   VolumeHeader header;
@@ -166,7 +169,8 @@ std::string VolumeHeader::decode(const std::byte in[4096], uint64_t metadata_fil
   if (!alignment_right(header.medium, header.alignment)) return wrong("alignment", header.alignment);
   if (header.slot_bytes != round_up(header.page_bytes, header.alignment)) return wrong("slot bytes", header.slot_bytes);
 
-  // The file sizes are facts; once every offset lies inside the file, no sum below can overflow: the largest array has 2^56 bytes.
+  // The file sizes are facts; once every offset lies inside the file, no sum below can overflow: the largest array has
+  // 2^56 bytes.
   header.metadata_bytes = get<uint64_t>(in, 144);
   if (header.metadata_bytes != metadata_file_bytes || header.metadata_bytes > std::numeric_limits<int64_t>::max())
     return "metadata file has " + std::to_string(metadata_file_bytes) + " bytes, header says " +

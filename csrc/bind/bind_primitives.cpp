@@ -202,6 +202,35 @@ void require_done(Status status) {
   if (status != Status::kOk) throw std::invalid_argument(std::string("copy refused: ") + status_name(status));
 }
 
+// Copies all layers of a slot one after the other. Checksums start from 0 in each layer; `checksums` may be null.
+template <typename CopyLayer>
+void copy_page(const PageShape& shape, uint32_t* checksums, CopyLayer copy_layer) {
+  require_done(without_gil(shape.page_bytes(), [&] {
+    for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+      const Status status = copy_layer(layer, shape.layer_offset(layer), checksums != nullptr ? checksums + layer : nullptr);
+      if (status != Status::kOk) return status;
+    }
+    copy_fence();
+    return Status::kOk;
+  }));
+}
+
+void gather_page(const PoolHandle& pool, uint64_t slot, MutableBytes target, uint32_t* checksums) {
+  require_page("target", target.size(), pool.shape);
+  auto* bytes = reinterpret_cast<std::byte*>(target.data());
+  copy_page(pool.shape, checksums, [&](uint32_t layer, uint64_t offset, uint32_t* crc) {
+    return pool.layout->gather_layer(slot, layer, bytes + offset, crc, false);
+  });
+}
+
+void scatter_page(const PoolHandle& pool, uint64_t slot, Bytes source, uint32_t* checksums) {
+  require_page("source", source.size(), pool.shape);
+  const auto* bytes = reinterpret_cast<const std::byte*>(source.data());
+  copy_page(pool.shape, checksums, [&](uint32_t layer, uint64_t offset, uint32_t* crc) {
+    return pool.layout->scatter_layer(slot, layer, bytes + offset, crc, false);
+  });
+}
+
 void bind_pool(nb::module_& module) {
   nb::class_<PoolHandle>(module, "Pool", "The layout of a pool in memory that the caller keeps alive. Immutable.")
       .def(
@@ -236,18 +265,8 @@ void bind_pool(nb::module_& module) {
       .def(
           "gather",
           [](const PoolHandle& self, uint64_t slot, MutableBytes target) {
-            require_page("target", target.size(), self.shape);
             std::vector<uint32_t> checksums(self.shape.layers(), 0);
-            auto* bytes = reinterpret_cast<std::byte*>(target.data());
-            require_done(without_gil(target.size(), [&] {
-              for (uint32_t layer = 0; layer < self.shape.layers(); ++layer) {
-                const Status status = self.layout->gather_layer(slot, layer, bytes + self.shape.layer_offset(layer),
-                                                                &checksums[layer], false);
-                if (status != Status::kOk) return status;
-              }
-              copy_fence();
-              return Status::kOk;
-            }));
+            gather_page(self, slot, target, checksums.data());
             return to_numpy(std::move(checksums));
           },
           nb::arg("slot"), nb::arg("target"),
@@ -255,22 +274,20 @@ void bind_pool(nb::module_& module) {
       .def(
           "scatter",
           [](const PoolHandle& self, uint64_t slot, Bytes source) {
-            require_page("source", source.size(), self.shape);
             std::vector<uint32_t> checksums(self.shape.layers(), 0);
-            const auto* bytes = reinterpret_cast<const std::byte*>(source.data());
-            require_done(without_gil(source.size(), [&] {
-              for (uint32_t layer = 0; layer < self.shape.layers(); ++layer) {
-                const Status status = self.layout->scatter_layer(slot, layer, bytes + self.shape.layer_offset(layer),
-                                                                 &checksums[layer], false);
-                if (status != Status::kOk) return status;
-              }
-              copy_fence();
-              return Status::kOk;
-            }));
+            scatter_page(self, slot, source, checksums.data());
             return to_numpy(std::move(checksums));
           },
           nb::arg("slot"), nb::arg("source"),
-          "Copy `source: uint8[page_bytes]` into a slot. Returns uint32[layers], the CRC-32C of each layer.");
+          "Copy `source: uint8[page_bytes]` into a slot. Returns uint32[layers], the CRC-32C of each layer.")
+      .def(
+          "gather_unchecked",
+          [](const PoolHandle& self, uint64_t slot, MutableBytes target) { gather_page(self, slot, target, nullptr); },
+          nb::arg("slot"), nb::arg("target"), "Copy a slot to `target: uint8[page_bytes]` without checksums.")
+      .def(
+          "scatter_unchecked",
+          [](const PoolHandle& self, uint64_t slot, Bytes source) { scatter_page(self, slot, source, nullptr); },
+          nb::arg("slot"), nb::arg("source"), "Copy `source: uint8[page_bytes]` into a slot without checksums.");
 }
 
 void bind_fault(nb::module_& module) {

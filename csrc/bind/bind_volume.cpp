@@ -1,4 +1,5 @@
 // Slab, VolumeHeader, Volume, VolumeSet and the reading of another's page. No view of a mapping of a file leaves here.
+#include <nanobind/stl/tuple.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -8,8 +9,6 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
-
-#include <nanobind/stl/tuple.h>
 
 #include "bind.h"
 #include "guard.h"
@@ -73,7 +72,8 @@ Label label_of(const nb::bytes& key, uint8_t kind, uint64_t epoch, const nb::byt
 
 void check_page(const PageShape& shape, size_t bytes) {
   if (bytes != shape.page_bytes())
-    throw std::invalid_argument("page of " + std::to_string(bytes) + " bytes, not " + std::to_string(shape.page_bytes()));
+    throw std::invalid_argument("page of " + std::to_string(bytes) + " bytes, not " +
+                                std::to_string(shape.page_bytes()));
 }
 
 // The scratch is given where many pages are moved: a fresh one pays its first touch each time.
@@ -86,8 +86,8 @@ Status write_whole(Medium& medium, const PageShape& shape, uint32_t slot, const 
   return write_page(medium, shape, slot, label, bytes, scratch == nullptr ? own : *scratch);
 }
 
-Status read_whole(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, const MutablePageBytes& out,
-                  Scratch* scratch) {
+Status read_whole(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label,
+                  const MutablePageBytes& out, Scratch* scratch) {
   check_page(shape, out.size());
   auto* bytes = reinterpret_cast<std::byte*>(out.data());
   const nb::gil_scoped_release release;
@@ -103,12 +103,12 @@ void bind_medium(nb::module_& module) {
         std::vector<uint8_t> statuses(slots.size());
         {
           const nb::gil_scoped_release release;
-          for (size_t i = 0; i < slots.size(); ++i)
-            statuses[i] = static_cast<uint8_t>(medium.retire(slots.data()[i]));
+          for (size_t i = 0; i < slots.size(); ++i) statuses[i] = static_cast<uint8_t>(medium.retire(slots.data()[i]));
         }
         return to_numpy(std::move(statuses));
       },
-      nb::arg("slots"), "Free the records of slots: nobody finds their pages any more. Returns a status each, uint8[n].");
+      nb::arg("slots"),
+      "Free the records of slots: nobody finds their pages any more. Returns a status each, uint8[n].");
   cls.def(
       "rewrite_and_check",
       [](Medium& medium, uint32_t slot) {
@@ -135,13 +135,15 @@ void bind_pages(nb::class_<M, Medium>& cls) {
       "Write one whole page, data: uint8[page_bytes], and publish it. For tools and tests: the caller holds the slot.");
   cls.def(
       "read_page",
-      [](M& medium, uint32_t slot, MutablePageBytes out, nb::bytes key, uint8_t kind, uint64_t epoch, Scratch* scratch) {
+      [](M& medium, uint32_t slot, MutablePageBytes out, nb::bytes key, uint8_t kind, uint64_t epoch,
+         Scratch* scratch) {
         const Label label = label_of(key, kind, epoch, nb::bytes(""), 2, kUnknownDepth);
         return read_whole(medium, medium.shape(), slot, label, out, scratch);
       },
       nb::arg("slot"), nb::arg("out"), nb::kw_only(), nb::arg("key"), nb::arg("kind") = 1, nb::arg("epoch") = 0,
       nb::arg("scratch").none() = nb::none(),
-      "Read one whole page, verified, into out: uint8[page_bytes]. Nothing in out may be used unless the status is OK.");
+      "Read one whole page, verified, into out: uint8[page_bytes]. Nothing in out may be used unless the status is "
+      "OK.");
 }
 
 struct RecoveredColumns {
@@ -187,18 +189,12 @@ Recovered recover(Volume& volume, uint64_t epoch) {
   }
   if (status != Status::kOk) raise_os_error(EIO);
   const size_t count = columns.slots.size();
-  return {to_numpy(std::move(columns.slots)),
-          to_numpy(std::move(columns.keys), count, kMaxKeyBytes),
-          to_numpy(std::move(columns.key_lengths)),
-          to_numpy(std::move(columns.parents), count, kMaxKeyBytes),
-          to_numpy(std::move(columns.parent_lengths)),
-          to_numpy(std::move(columns.parent_states)),
-          to_numpy(std::move(columns.depths)),
-          to_numpy(std::move(columns.kinds)),
-          to_numpy(std::move(columns.epochs)),
-          to_numpy(std::move(columns.stamps)),
-          to_numpy(std::move(columns.generations)),
-          damaged};
+  return {to_numpy(std::move(columns.slots)),          to_numpy(std::move(columns.keys), count, kMaxKeyBytes),
+          to_numpy(std::move(columns.key_lengths)),    to_numpy(std::move(columns.parents), count, kMaxKeyBytes),
+          to_numpy(std::move(columns.parent_lengths)), to_numpy(std::move(columns.parent_states)),
+          to_numpy(std::move(columns.depths)),         to_numpy(std::move(columns.kinds)),
+          to_numpy(std::move(columns.epochs)),         to_numpy(std::move(columns.stamps)),
+          to_numpy(std::move(columns.generations)),    damaged};
 }
 
 template <size_t N>
@@ -224,7 +220,8 @@ void bind_header(nb::module_& module) {
           [](int medium, const PageShape& shape, uint64_t volume_bytes, uint64_t alignment, uint32_t ring_entries) {
             return VolumeHeader::plan(medium_of(medium), shape, volume_bytes, alignment, ring_entries);
           },
-          nb::arg("medium"), nb::arg("shape"), nb::arg("volume_bytes"), nb::arg("alignment"), nb::arg("ring_entries") = 4096,
+          nb::arg("medium"), nb::arg("shape"), nb::arg("volume_bytes"), nb::arg("alignment"),
+          nb::arg("ring_entries") = 4096,
           "Lay out a volume of at most volume_bytes in all its files. Raises ValueError where not one page fits.")
       .def(
           "encode",
@@ -240,9 +237,8 @@ void bind_header(nb::module_& module) {
             if (bytes.size() != kHeaderBytes)
               throw std::invalid_argument("a header has 4096 bytes, not " + std::to_string(bytes.size()));
             VolumeHeader header;
-            const std::string reason =
-                VolumeHeader::decode(reinterpret_cast<const std::byte*>(bytes.c_str()), metadata_file_bytes,
-                                     pages_file_bytes, &header);
+            const std::string reason = VolumeHeader::decode(reinterpret_cast<const std::byte*>(bytes.c_str()),
+                                                            metadata_file_bytes, pages_file_bytes, &header);
             if (!reason.empty()) throw std::invalid_argument("volume header: " + reason);
             return header;
           },
@@ -319,9 +315,12 @@ void bind_volumes(nb::module_& module) {
             Descriptor pages(pages_fd);
             new (self) Volume(shape, header, std::move(metadata), std::move(pages), direct_io);
           },
-          nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1, nb::arg("direct_io") = false,
-          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises RuntimeError.")
-      .def_prop_ro("header", [](const Volume& self) { return self.header(); }, "A copy of the header.")
+          nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
+          nb::arg("direct_io") = false,
+          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises "
+          "RuntimeError.")
+      .def_prop_ro(
+          "header", [](const Volume& self) { return self.header(); }, "A copy of the header.")
       .def("recover", &recover, nb::arg("epoch"),
            "Read all records (adoption) and free those that are damaged, of another epoch, or twice there.\n\n"
            "Returns (slots u32[n], keys u8[n, 64], key_lengths u8[n], parents u8[n, 64], parent_lengths u8[n],\n"
@@ -353,7 +352,8 @@ void bind_volumes(nb::module_& module) {
            "Use pread and pwrite from now on: for when the SIGBUS handler is no longer ours.");
   bind_pages(volume);
 
-  nb::class_<VolumeSet, Medium> set(module, "VolumeSet", "All volumes of a tier as one medium: slot = number << 20 | slot.");
+  nb::class_<VolumeSet, Medium> set(module, "VolumeSet",
+                                    "All volumes of a tier as one medium: slot = number << 20 | slot.");
   set.def(nb::init<bool>(), nb::arg("does_io"))
       .def("add", &VolumeSet::add, nb::arg("volume"), "Add a volume and return its number.")
       .def("remove", &VolumeSet::remove, nb::arg("number"),
@@ -411,7 +411,8 @@ class ForeignMapping {
 };
 
 Status read_foreign(const PageShape& shape, const VolumeHeader& header, int metadata_fd, int pages_fd, uint32_t slot,
-                    uint64_t generation, MutablePageBytes out, nb::bytes key, uint8_t kind, uint64_t epoch, bool mapped) {
+                    uint64_t generation, MutablePageBytes out, nb::bytes key, uint8_t kind, uint64_t epoch,
+                    bool mapped) {
   const Label wanted = label_of(key, kind, epoch, nb::bytes(""), 2, kUnknownDepth);
   check_page(shape, out.size());
   if (mapped && header.medium != VolumeMedium::kShared)
@@ -431,8 +432,8 @@ nb::tuple peek_record(const VolumeHeader& header, int metadata_fd, uint32_t slot
   int result = 0;
   {
     const nb::gil_scoped_release release;
-    result = file::pread_all(metadata_fd, bytes.data(), bytes.size(),
-                             header.records_offset + uint64_t{kRecordBytes} * slot);
+    result =
+        file::pread_all(metadata_fd, bytes.data(), bytes.size(), header.records_offset + uint64_t{kRecordBytes} * slot);
   }
   if (result < 0) raise_os_error(-result);
   uint64_t generation;
@@ -453,15 +454,17 @@ void bind_foreign(nb::module_& module) {
       .def_prop_ro("kind", [](const SlotRecord& self) { return self.label.kind; })
       .def_prop_ro("depth", [](const SlotRecord& self) { return self.label.depth; })
       .def_prop_ro("epoch", [](const SlotRecord& self) { return self.label.epoch; });
-  module.def("read_foreign_page", &read_foreign, nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"),
-             nb::arg("pages_fd"), nb::arg("slot"), nb::arg("generation"), nb::arg("out"), nb::kw_only(), nb::arg("key"),
-             nb::arg("kind") = 1, nb::arg("epoch") = 0, nb::arg("mapped") = false,
-             "Read one page of a volume that another process may be writing, FORMAT.md 4, into out: uint8[page_bytes].\n\n"
-             "mapped: the bytes through a mapping made for this call, else by pread. pages_fd: -1 for a shared volume.\n"
-             "Returns OK, STALE, CHECKSUM, IO_ERROR or BUS_FAULT; unless OK nothing in out may be used.");
-  module.def("peek_record", &peek_record, nb::arg("header"), nb::arg("metadata_fd"), nb::arg("slot"),
-             "Return (generation, SlotRecord) of a slot, None in place of the record where the slot is free or the record "
-             "is damaged or just being written. Raises OSError.");
+  module.def(
+      "read_foreign_page", &read_foreign, nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"),
+      nb::arg("pages_fd"), nb::arg("slot"), nb::arg("generation"), nb::arg("out"), nb::kw_only(), nb::arg("key"),
+      nb::arg("kind") = 1, nb::arg("epoch") = 0, nb::arg("mapped") = false,
+      "Read one page of a volume that another process may be writing, FORMAT.md 4, into out: uint8[page_bytes].\n\n"
+      "mapped: the bytes through a mapping made for this call, else by pread. pages_fd: -1 for a shared volume.\n"
+      "Returns OK, STALE, CHECKSUM, IO_ERROR or BUS_FAULT; unless OK nothing in out may be used.");
+  module.def(
+      "peek_record", &peek_record, nb::arg("header"), nb::arg("metadata_fd"), nb::arg("slot"),
+      "Return (generation, SlotRecord) of a slot, None in place of the record where the slot is free or the record "
+      "is damaged or just being written. Raises OSError.");
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
-"""Say what the bytes of a page are: its layers, their sizes, and a fingerprint of everything that decides them.
+"""Say what the bytes of a page are: its layers, their sizes, and a fingerprint of all of it.
 
-The canonical order of a page is (layer, stream, token, head, dim), whatever the layout of the pool it came from. Two pages
-are interchangeable only if their fingerprints are equal. A geometry is declared, never guessed from a shape.
+The canonical order of a page is (layer, stream, token, head, dim), whatever the layout of the pool
+it came from. Two pages are interchangeable only if their fingerprints are equal. A geometry is
+declared, never guessed from a shape.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ ITEMSIZES: Final[Mapping[str, int]] = {
 }
 
 OPAQUE_PIECE_BYTES: Final = 64 * 1024
-"""The layers of an opaque page are its pieces of this size, the last one shorter (FORMAT.md 2.3)."""
+"""The layers of an opaque page are pieces of this size, the last one shorter (FORMAT.md 2.3)."""
 
 FINGERPRINT_FORMAT: Final = 1
 """Grows with any change to the encoding below: old volumes are then of another fingerprint."""
 
 MAX_PAGE_BYTES: Final = 2**32 - 1  # a record holds the length of a page as u32 (FORMAT.md 2.2)
-MAX_LAYERS: Final = 2**16
-MAX_COUNT: Final = 2**20
+MAX_LAYERS: Final = 2**16  # FORMAT.md 2.1
+MAX_COUNT: Final = 2**20  # heads, dims, tokens, ranks: beyond it, someone mixed up arguments
 MAX_TEXT_BYTES: Final = 4096
-
-type_error_hint: Final = "give an int"
 
 Extra = tuple[tuple[str, str | int], ...]
 HeadDims = tuple[tuple[int, int], ...]
@@ -46,7 +45,8 @@ HeadDims = tuple[tuple[int, int], ...]
 class PageGeometry:
     """Describe the bytes of a page of `page_tokens` tokens.
 
-    Invariant: a constructed geometry is valid; `layer_bytes` are all positive and sum to `page_bytes` < 4 GiB.
+    Invariant: a geometry that exists is valid; its `layer_bytes` are positive and sum to
+    `page_bytes`, which is below 4 GiB.
 
     Args:
         model: Name of the model whose KV this is.
@@ -54,12 +54,12 @@ class PageGeometry:
         layers: Number of layers (of an opaque page: of its pieces).
         kv_heads: KV heads a layer of this shard holds.
         head_dim: Elements of a head.
-        dtype: Logical name, a key of `ITEMSIZES`: fp8_e4m3 is not fp8_e5m2, though both are one byte.
+        dtype: Logical name, a key of `ITEMSIZES`: fp8_e4m3 is not fp8_e5m2.
         page_tokens: Tokens of a page.
         streams: 2 for keys and values, 1 where both are one (MLA).
         shard: (rank, ranks) of the tensor-parallel split that this page holds.
         layer_head_dims: Per layer (kv_heads, head_dim), for models whose layers differ; else None.
-        extra: Whatever else decides the bytes, as sorted (name, value) pairs, e.g. (("rope", "yarn-4"),).
+        extra: Whatever else decides the bytes: sorted (name, value) pairs, e.g. (("rope", "x4"),).
         opaque_bytes: Size of a page of rows of bytes; 0 for a page of layers. Use `opaque()`.
 
     Raises:
@@ -87,14 +87,19 @@ class PageGeometry:
         _check_count("head_dim", self.head_dim)
         _check_count("page_tokens", self.page_tokens)
         _check_count("streams", self.streams, 2)
-        if self.dtype not in ITEMSIZES:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZES:
             known = ", ".join(ITEMSIZES)
             raise GeometryError(f"dtype {self.dtype!r} is unknown: use one of {known}")
         _check_shard(self.shard)
         _check_layer_head_dims(self.layer_head_dims, self.layers)
         _check_extra(self.extra)
-        if self.opaque_bytes:
-            _check_count("opaque_bytes", self.opaque_bytes, MAX_PAGE_BYTES)
+        if not _is_int(self.opaque_bytes) or not 0 <= self.opaque_bytes <= MAX_PAGE_BYTES:
+            raise GeometryError(f"opaque_bytes is {self.opaque_bytes!r}: use PageGeometry.opaque()")
+        if self.is_opaque and self.layers != len(self.layer_bytes):
+            raise GeometryError(
+                f"layers is {self.layers}, but an opaque page of {self.opaque_bytes} bytes has "
+                f"{len(self.layer_bytes)} pieces: use PageGeometry.opaque()"
+            )
         if self.page_bytes > MAX_PAGE_BYTES:
             raise GeometryError(
                 f"a page has {self.page_bytes} bytes, at most {MAX_PAGE_BYTES} fit: "
@@ -110,8 +115,8 @@ class PageGeometry:
         Args:
             page_bytes: Size of a page.
             page_tokens: Tokens of a page.
-            fingerprint: Everything that decides what the bytes mean (model, revision, dtype, layout, shard, hash
-                algorithm, ...). Nothing is added to it, so what is left out here can be mixed up.
+            fingerprint: Everything that decides what the bytes mean (model, revision, dtype,
+                layout, shard, how keys are made). What is left out here can be mixed up.
 
         Returns:
             A geometry whose layers are pieces of 64 KiB, the last one shorter.
@@ -126,7 +131,7 @@ class PageGeometry:
                 "name what decides the meaning of the bytes"
             )
         for name in fingerprint:
-            _check_text("a name in fingerprint", name)
+            _check_text("a name in fingerprint", name)  # before they are sorted
         return cls(
             model="opaque",
             revision="opaque",
@@ -172,9 +177,9 @@ class PageGeometry:
     def fingerprint(self) -> bytes:
         """Return 32 bytes that differ wherever two geometries differ in any field.
 
-        SHA-256 of: the name of the encoding, its version, then each field by name and value, in order of declaration.
-        Every value is a tag byte, its length as u64 little-endian and its bytes; a sequence holds its values in turn. So no two
-        different geometries have the same encoding.
+        SHA-256 of: the name of the encoding, its version, then each field by name and value, in
+        order of declaration. Every value is a tag byte, its length as u64 little-endian and its
+        bytes; a tuple holds its values in turn. So no two geometries have the same encoding.
         """
         encoded = bytearray(b"stepwell geometry\x00")
         _encode(encoded, FINGERPRINT_FORMAT)
@@ -211,20 +216,22 @@ def _check_count(name: str, value: object, most: int = MAX_COUNT) -> None:
         raise GeometryError(f"{name} is {value!r}: give an int from 1 to {most}")
 
 
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value or len(value.encode(errors="replace")) > MAX_TEXT_BYTES:
-        raise GeometryError(f"{name} is {value!r}: give a text of 1 to {MAX_TEXT_BYTES} bytes")
+def _check_text(name: str, value: object, *, least: int = 1) -> None:
+    if not isinstance(value, str):
+        raise GeometryError(f"{name} is {value!r}: give a text")
     try:
-        value.encode()
+        size = len(value.encode())
     except UnicodeEncodeError as error:
         raise GeometryError(f"{name} is {value!r}: not valid Unicode ({error.reason})") from error
+    if not least <= size <= MAX_TEXT_BYTES:
+        raise GeometryError(f"{name} has {size} bytes: give {least} to {MAX_TEXT_BYTES}")
 
 
 def _check_shard(shard: object) -> None:
-    match shard:
-        case (int(rank), int(ranks)) if _is_int(rank) and _is_int(ranks):
-            if isinstance(shard, tuple) and 0 <= rank < ranks <= MAX_COUNT:
-                return
+    if isinstance(shard, tuple) and len(shard) == 2 and all(map(_is_int, shard)):
+        rank, ranks = shard
+        if 0 <= rank < ranks <= MAX_COUNT:
+            return
     raise GeometryError(f"shard is {shard!r}: give a tuple (rank, ranks) with 0 <= rank < ranks")
 
 
@@ -233,11 +240,14 @@ def _check_layer_head_dims(dims: object, layers: int) -> None:
         return
     if not isinstance(dims, tuple) or len(dims) != layers:
         raise GeometryError(
-            f"layer_head_dims is {dims!r}: give one (kv_heads, head_dim) for each of {layers} layers, as a tuple"
+            f"layer_head_dims is {dims!r}: give a tuple of {layers} pairs (kv_heads, head_dim), "
+            "one a layer"
         )
     for layer, pair in enumerate(dims):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise GeometryError(f"layer_head_dims[{layer}] is {pair!r}: give a tuple (kv_heads, head_dim)")
+            raise GeometryError(
+                f"layer_head_dims[{layer}] is {pair!r}: give a tuple (kv_heads, head_dim)"
+            )
         _check_count(f"layer_head_dims[{layer}][0]", pair[0])
         _check_count(f"layer_head_dims[{layer}][1]", pair[1])
 
@@ -252,7 +262,7 @@ def _check_extra(extra: object) -> None:
         name, value = pair
         _check_text("a name in extra", name)
         if isinstance(value, str):
-            _check_text(f"extra[{name!r}]", value) if value else None
+            _check_text(f"extra[{name!r}]", value, least=0)
         elif not _is_int(value):
             raise GeometryError(f"extra[{name!r}] is {value!r}: give a text or an int")
         names.append(name)

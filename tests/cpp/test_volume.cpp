@@ -191,7 +191,8 @@ TEST_CASE("a header that decodes keeps every array inside its file, whatever byt
     for (uint64_t changes = random() % 4; changes-- > 0;) {
       // Whole fields more often than single bytes: a byte flip in an offset rarely gives another plausible one.
       const size_t offset = 64 + 4 * (random() % 32);
-      const uint64_t values[] = {random(), random() % 65536, 4096 * (random() % 512), uint64_t{1} << random() % 64, 0, ~uint64_t{0}};
+      const uint64_t values[] = {random(), random() % 65536, 4096 * (random() % 512), uint64_t{1} << random() % 64,
+                                 0,        ~uint64_t{0}};
       const uint64_t value = values[random() % std::size(values)];
       std::memcpy(bytes.data() + offset, &value, random() % 2 == 0 ? 4 : 8);
     }
@@ -207,8 +208,7 @@ TEST_CASE("a header that decodes keeps every array inside its file, whatever byt
     REQUIRE(out.recency_offset + 16 * uint64_t{out.slots} <= out.ring_offset);
     const uint64_t ring_end = out.ring_offset + 64 + 16 * uint64_t{out.ring_entries};
     REQUIRE(ring_end <= (shared ? out.pages_offset : metadata_bytes));
-    const unsigned __int128 pages_end =
-        out.pages_offset + static_cast<unsigned __int128>(out.slot_bytes) * out.slots;
+    const unsigned __int128 pages_end = out.pages_offset + static_cast<unsigned __int128>(out.slot_bytes) * out.slots;
     REQUIRE(pages_end <= (shared ? metadata_bytes : header.pages_bytes));
     REQUIRE(out.page_bytes <= out.slot_bytes);
   }
@@ -489,8 +489,9 @@ TEST_CASE("a changed byte of page, checksums or record is never delivered") {
 }
 
 TEST_CASE("a write that fails at any step leaves nothing to find, and the slot can be written again") {
-  const char* const points[] = {"volume.begin",        "volume.odd",           "volume.after_bytes", "volume.after_checksums",
-                                "volume.after_record", "volume.after_publish", "volume.after_ring"};
+  const char* const points[] = {"volume.begin",           "volume.odd",          "volume.after_bytes",
+                                "volume.after_checksums", "volume.after_record", "volume.after_publish",
+                                "volume.after_ring"};
   for (const VolumeMedium medium : kMedia) {
     for (const char* point : points) {
       VolumeFiles files(medium, shape_of({100, 50}), kVolumeBytes);
@@ -652,7 +653,8 @@ TEST_CASE("files that hold no such volume are refused with the reason") {
   CHECK_THROWS_WITH(open(shape, disk.header(), disk.metadata(), -1), "a disk volume needs its pages file");
   CHECK_THROWS_WITH(open(shape_of({100, 51}), files.header(), files.metadata(), -1),
                     "volume of pages of 150 bytes in 2 layers does not fit pages of 151 bytes in 2");
-  CHECK_THROWS_WITH(open(PageShape({100, 50}, {}), files.header(), files.metadata(), -1), "volume of another fingerprint");
+  CHECK_THROWS_WITH(open(PageShape({100, 50}, {}), files.header(), files.metadata(), -1),
+                    "volume of another fingerprint");
   VolumeHeader other = files.header();
   other.epoch = 1;
   CHECK_THROWS_WITH(open(shape, other, files.metadata(), -1), "the header of the volume is not the one given");
@@ -707,7 +709,8 @@ TEST_CASE("a volume that leaves its mapping goes on by system calls") {
   for (uint32_t layer = 0; layer < 2; ++layer) {
     checksums[layer] = PageShape::layer_seed(seed, layer);
     const uint64_t at = files.shape().layer_offset(layer);
-    REQUIRE(guard::copy(target.bytes + at, page.data() + at, files.shape().layer_bytes(layer), &checksums[layer]) == Status::kOk);
+    REQUIRE(guard::copy(target.bytes + at, page.data() + at, files.shape().layer_bytes(layer), &checksums[layer]) ==
+            Status::kOk);
   }
   CHECK(volume->finish_write(3, label_of("between"), checksums.data(), target) == Status::kOk);
   CHECK(read_key(*volume, 3, "between") == Status::kOk);
@@ -741,11 +744,12 @@ TEST_CASE("workers on different slots do not disturb each other, a neighbour or 
         const uint32_t slot = i % 10;
         SlotRecord record;
         std::array<std::byte, kRecordBytes> bytes;
-        REQUIRE(::pread(files.metadata(), bytes.data(), kRecordBytes, static_cast<off_t>(files.record_at(slot))) == kRecordBytes);
+        REQUIRE(::pread(files.metadata(), bytes.data(), kRecordBytes, static_cast<off_t>(files.record_at(slot))) ==
+                kRecordBytes);
         if (!SlotRecord::decode(bytes.data(), &record)) continue;
         std::vector<std::byte> out(1000);
-        const Status status = read_foreign_page(files.shape(), files.header(), files.metadata(), files.pages(), nullptr, slot,
-                                                record.generation, record.label, out.data());
+        const Status status = read_foreign_page(files.shape(), files.header(), files.metadata(), files.pages(), nullptr,
+                                                slot, record.generation, record.label, out.data());
         const std::string key(reinterpret_cast<const char*>(record.label.key.bytes.data()), record.label.key.length);
         if (status == Status::kOk) wrong += out != stamped(files.shape(), key);
         if (status != Status::kOk) wrong += status != Status::kStale;

@@ -50,7 +50,8 @@ class VolumeFiles {
  public:
   VolumeFiles(VolumeMedium medium, const PageShape& shape, uint64_t volume_bytes, uint32_t ring_entries = 64)
       : shape_(shape),
-        header_(VolumeHeader::plan(medium, shape, volume_bytes, medium == VolumeMedium::kShared ? 64 : 512, ring_entries)) {
+        header_(
+            VolumeHeader::plan(medium, shape, volume_bytes, medium == VolumeMedium::kShared ? 64 : 512, ring_entries)) {
     const bool shared = medium == VolumeMedium::kShared;
     metadata_ = nameless_file(shared ? "/dev/shm" : "/tmp", header_.metadata_bytes);
     if (!shared) pages_ = nameless_file("/tmp", header_.pages_bytes);
