@@ -78,7 +78,7 @@ class SharedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     capacity: Size
-    path: str = "/dev/shm/stepwell"  # noqa: S108
+    path: str = "/dev/shm/stepwell"
     volume_bytes: Size | None = None
     share: Size | None = None
 

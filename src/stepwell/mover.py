@@ -173,7 +173,8 @@ class Transfer:
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
         """Per page whether it arrived, verified, bool[pages]. A load's target is undefined where False."""
-        return self.status == _core.Status.ok.value
+        arrived: npt.NDArray[np.bool_] = self.status == _core.Status.ok.value
+        return arrived
 
     @property
     def ok_pages(self) -> int:

@@ -33,7 +33,7 @@ from stepwell.errors import (
     StoreClosedError,
 )
 from stepwell.hashing import Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
-from stepwell.index import ClaimOutcome, Index, Miss, Residency, Tier, tier_mask
+from stepwell.index import ClaimOutcome, Index, Residency, Tier, tier_mask
 from stepwell.keeper import Keeper
 from stepwell.lease import Match
 from stepwell.mover import (
@@ -67,7 +67,8 @@ from stepwell.tiers.host import HostSlab
 from stepwell.tiers.shared import SharedVolumes
 
 if TYPE_CHECKING:
-    from stepwell.sequence import Extended, ManagedDevice, Sequence as RunningSequence, Sequences
+    from stepwell.sequence import Extended, ManagedDevice, Sequences
+    from stepwell.sequence import Sequence as RunningSequence
 
 Order = Literal["page", "layer"]
 

@@ -188,10 +188,12 @@ class VolumeTier:
 
     def _attach(self, held: HeldVolume, index: Index) -> Recovered:
         """Open a held volume, recover what it holds, and put its slots into use."""
+        header = held.header
+        assert isinstance(header, _core.VolumeHeader), "the directory was opened with CoreHeaders"
         try:
             volume = _core.Volume(
                 self._shape,
-                held.header,
+                header,
                 held.metadata.detach(),
                 held.pages.detach() if held.pages is not None else -1,
                 held.direct_io,
