@@ -338,6 +338,12 @@ def test_a_name_outside_the_public_face_is_not_there() -> None:
         stepwell.PageStor  # noqa: B018
 
 
+def test_the_readme_names_only_what_is_public() -> None:
+    named = set(re.findall(r"\bsw\.(\w+)", (ROOT / "README.md").read_text()))
+    assert "PageStore" in named
+    assert named <= set(stepwell.__all__)
+
+
 def test_star_import_gives_the_public_face() -> None:
     names: dict[str, object] = {}
     exec("from stepwell import *", names)
