@@ -1,7 +1,7 @@
 """Measure the index from Python: match, insert, victims, probe, memory.
 
-Run `python benchmarks/bench_index.py [--json]`. Beside each match stands the plainest code for the same bytes (memcmp of the tokens,
-as numpy does it); a figure is the median of interleaved rounds, with the 10th and 90th percentile.
+Run `python benchmarks/bench_index.py [--json]`. Beside each match stands the plainest code for the same bytes (memcmp
+of the tokens, as numpy does it); a figure is the median of interleaved rounds, with the 10th and 90th percentile.
 """
 
 from __future__ import annotations

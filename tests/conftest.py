@@ -1,4 +1,5 @@
-"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing behind."""
+"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
 
 @pytest.fixture
 def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
-    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be whole."""
+    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be
+    whole."""
     opened: list[Rig] = []
 
     def make(config: StoreConfig | None = None, *, slots: int = 256, clock: Any = None, **sizes: Any) -> Rig:

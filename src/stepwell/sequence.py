@@ -3,8 +3,8 @@
     open -> match -> [ready | loading | pending | missing] -> extend -> (engine computes) -> publish -> ... -> close
                         loading: shared, disk -> host slot -> scatter at the next step -> RESIDENT on the device
 
-Everything here is bookkeeping on arrays, called by the engine's thread; bytes move on the mover's threads and in the device
-pool's steps. Whatever is in flight, close and abort return everything exactly once.
+Everything here is bookkeeping on arrays, called by the engine's thread; bytes move on the mover's threads and in the
+device pool's steps. Whatever is in flight, close and abort return everything exactly once.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class _Gather:
 class Sequence:
     """All that one request holds on the device.
 
-    Invariant: `block` names one device slot a page; pages below `ready` hold their tokens' KV, pinned or private to this sequence.
+    Invariant: `block` names one device slot a page; pages below `ready` hold their tokens' KV, pinned or private to
+    this sequence.
     Threads: the engine's. A context manager; close() is idempotent and returns everything once.
     """
 
@@ -128,7 +129,12 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(
-        self, owner: Sequences, tokens: npt.NDArray[np.int32], name_space: int, seed: bytes | None, request_id: str | None
+        self,
+        owner: Sequences,
+        tokens: npt.NDArray[np.int32],
+        name_space: int,
+        seed: bytes | None,
+        request_id: str | None,
     ) -> None:
         self._owner = owner
         self._tokens = tokens.copy()
@@ -173,7 +179,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens behind those that another sequence is computing or loading: wait for them (promote()) or compute them."""
+        """Tokens behind those that another sequence is computing or loading: promote() waits, or compute them."""
         return self._pending_pages * self._owner.page_tokens
 
     @property
@@ -251,11 +257,15 @@ class Extended:
 class Sequences:
     """All sequences of a store, and the store's half of the device tier.
 
-    Invariant: a device slot is free, or of a page, or private to one open sequence; each id in a sequence's `_pinned` is one page pin.
-    Threads: the engine's thread calls; `sw-device` waits for gathers and hands them to the mover. `lock` guards the lists.
+    Invariant: a device slot is free, or of a page, or private to one open sequence; each id in a sequence's `_pinned`
+    is one page pin.
+    Threads: the engine's thread calls; `sw-device` waits for gathers and hands them to the mover. `lock` guards the
+    lists.
     """
 
-    def __init__(self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape) -> None:
+    def __init__(
+        self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape
+    ) -> None:
         self.decider = decider
         self.page_tokens = index.page_tokens
         self._index = index
@@ -274,7 +284,7 @@ class Sequences:
         self._thread = threading.Thread(target=self._land_gathers, name="sw-device", daemon=True)
         self._thread.start()
 
-    # ---- opening and loading ------------------------------------------------------------------------------------------
+    # ---- opening and loading -----------------------------------------------------------------------------------------
 
     def open(
         self, tokens: npt.NDArray[np.int32], name_space: int, seed: bytes | None, request_id: str | None
@@ -336,7 +346,7 @@ class Sequences:
         sequence._stalled = run < ids.size and not self._load(sequence, ids, tiers, slots)
 
     def _load(self, sequence: Sequence, ids: U32, tiers: npt.NDArray[np.uint8], slots: U32) -> bool:
-        """Start promoting the pages that are not on the device. False: nothing is under way, and nothing can be started."""
+        """Start promoting the pages that are not on the device. False: nothing is under way or can be started."""
         assert sequence._lease is not None
         lease = sequence._lease.lease_id()
         wanted = tiers != Tier.DEVICE
@@ -447,7 +457,7 @@ class Sequences:
         self._index.unpin_pages(promotion.ids[promotion.host_pinned])
         promotion.ticket = ticket
 
-    # ---- computing ----------------------------------------------------------------------------------------------------
+    # ---- computing ---------------------------------------------------------------------------------------------------
 
     def extend(self, sequences: Seq[Sequence], upto: Seq[int]) -> Extended:
         """Give each sequence device pages for its first `upto` tokens; all it lacks, or none."""
@@ -612,7 +622,7 @@ class Sequences:
         self._index.unpin_pages(part.pages)
 
     def block_tables(self, sequences: Seq[Sequence], out: npt.NDArray[np.int32]) -> None:
-        """Write each sequence's device slots into a row of `out: int32[n, m]`; the rest of a row is the scratch slot."""
+        """Write each sequence's device slots into a row of `out: int32[n, m]`; the rest is the scratch slot."""
         if out.ndim != 2 or out.shape[0] < len(sequences) or out.dtype != np.int32:
             raise StepwellUsageError(
                 f"block tables: need int32[>= {len(sequences)}, m], got {out.dtype}{list(out.shape)}"
@@ -625,7 +635,7 @@ class Sequences:
                 raise StepwellUsageError(f"block tables: {len(block)} pages do not fit rows of {out.shape[1]}")
             out[row, : len(block)] = block
 
-    # ---- the device's step ----------------------------------------------------------------------------------------------
+    # ---- the device's step -------------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[StepHandle]:
@@ -675,7 +685,7 @@ class Sequences:
                 self._index.quarantine(page, Tier.DEVICE, slot)
             self._index.unpin_pages(ids)
 
-    # ---- ending -------------------------------------------------------------------------------------------------------
+    # ---- ending ------------------------------------------------------------------------------------------------------
 
     def suspend(self, sequence: Sequence) -> None:
         """Give back the device's half, keep the tokens."""
@@ -774,13 +784,16 @@ class Sequences:
             rows = slice(first, first + len(view))
             first += len(view)
             plan = Plan(
-                gather.plan.pages[rows], gather.plan.roles[rows], gather.plan.slots[rows].copy(), gather.plan.numbers[rows]
+                gather.plan.pages[rows],
+                gather.plan.roles[rows],
+                gather.plan.slots[rows].copy(),
+                gather.plan.numbers[rows],
             )
             plan.slots[:, POOL_COLUMN] = np.arange(len(view))
             self._submit_gather(plan, view, hold)
 
     def wait_landed(self, timeout: float | None) -> bool:
-        """Wait until every gather that was dispatched is with the mover. Queued ones wait for the engine's next step or drain."""
+        """Wait until every dispatched gather is with the mover. Queued ones wait for the next step or drain."""
 
         def is_landed() -> bool:
             return all(gather.ticket.state is TicketState.QUEUED for gather in self._unlanded)
@@ -803,8 +816,8 @@ class Sequences:
 class ManagedDevice:
     """The device tier as the engine's thread sees it: a linear value, lent for one step at a time.
 
-        with store.device.step() as pool:            # staged promotions are applied, gathers of published pages dispatched
-            pool.arrays = engine_step(pool.arrays)    # the engine computes, and may donate; on exit the arrays are exchanged
+        with store.device.step() as pool:            # applies staged promotions, gathers published pages
+            pool.arrays = engine_step(pool.arrays)    # the engine computes; on exit the arrays are exchanged
 
     Invariant: outside a step nobody holds the arrays. Threads: the engine's, always the same one.
     """
@@ -829,10 +842,11 @@ class ManagedDevice:
         return self._pool.is_reset
 
     def step(self) -> AbstractContextManager[StepHandle]:
-        """Lend the arrays for one engine step: `handle.arrays`, [layers, pages + 1, page_tokens, kv_heads, head_dim] a stream.
+        """Lend the arrays for one engine step: `handle.arrays`, [layers, pages + 1, page_tokens, kv_heads, head_dim] a
+        stream.
 
-        If the block raises, or leaves deleted or other arrays behind, the tier is reset: its pages are absent, open sequences are
-        `lost`, and renew() gives it a new pool.
+        If the block raises, or leaves deleted or other arrays behind, the tier is reset: its pages are absent, open
+        sequences are `lost`, and renew() gives it a new pool.
 
         Raises: StalePoolError, DeviceResetError, StepwellUsageError as `DevicePool.step`.
         """

@@ -1,8 +1,8 @@
 """Say what the index must do: residency, claims, pins, rank, epochs and slots in plain dicts.
 
-This is the specification. It is slow, has no tree and no threads, and defers nothing; what it says, `csrc/index.cc` must do.
-Names, not ids: a page is (key, kind, epoch). Which slot, id or number a claim gets is the index's choice, so the model is
-told (`Grant`), and raises `ModelError` where the choice was not free.
+This is the specification. It is slow, has no tree and no threads, and defers nothing; what it says, `csrc/index.cc`
+must do. Names, not ids: a page is (key, kind, epoch). Which slot, id or number a claim gets is the index's choice, so
+the model is told (`Grant`), and raises `ModelError` where the choice was not free.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def bits(tiers: int) -> list[int]:
 class IndexModel:
     """The index as a dict of pages.
 
-    Invariant: after every call, per tier, free + arriving + resident + leaving + quarantined = capacity; the rank holds exactly
-    the resident pages; of two resident pages of one chain the ancestor leaves later.
+    Invariant: after every call, per tier, free + arriving + resident + leaving + quarantined = capacity; the rank holds
+    exactly the resident pages; of two resident pages of one chain the ancestor leaves later.
     """
 
     def __init__(self) -> None:
