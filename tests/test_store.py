@@ -100,14 +100,16 @@ def test_pages_loaded_from_disk_return_to_shared_memory(open_rig: OpenRig) -> No
 
 def test_pages_loaded_from_disk_go_to_host_memory_where_shared_is_full(open_rig: OpenRig) -> None:
     rig = open_rig(host=HOST_BYTES, **ONE_VOLUME, low_watermark=0.0)
-    rig.save(chain(1000, 4))
-    assert rig.store.evict(Tier.SHARED, 4) == 4
-    numbers = fill(rig, Tier.SHARED)
-    leases = [rig.store.match(chain(number, 8)) for number in numbers]
-    assert rig.load(chain(1000, 4)) == 4
+    *others, last = fill(rig, Tier.SHARED)
+    leases = [rig.store.match(chain(number, 8)) for number in others]
+    rig.store.match(chain(last, 8)).close()  # the youngest on disk
+    gone = rig.store.evict(Tier.SHARED, 8)  # the last chain, which is on disk too
+    rig.save(chain(1000, gone))
+    leases.append(rig.store.match(chain(1000, gone)))
+    assert rig.load(chain(last, gone)) == gone
     rig.store.flush()
-    assert rig.pages(Tier.HOST) == 4
-    assert rig.load(chain(1000, 4)) == 4
+    assert rig.pages(Tier.HOST) == gone
+    assert rig.load(chain(last, gone)) == gone
     for lease in leases:
         lease.close()
 
