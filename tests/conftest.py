@@ -67,11 +67,21 @@ def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
 
 @pytest.fixture
 def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
-    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be whole."""
+    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be whole.
+
+    keeper: with its thread; else its rounds are `rig.round()`.
+    """
     opened: list[Rig] = []
 
-    def make(config: StoreConfig | None = None, *, slots: int = 256, clock: Any = None, **sizes: Any) -> Rig:
-        rig = Rig(config or directories.config(**sizes), slots=slots, clock=clock)
+    def make(
+        config: StoreConfig | None = None,
+        *,
+        slots: int = 256,
+        clock: Any = None,
+        keeper: bool = False,
+        **sizes: Any,
+    ) -> Rig:
+        rig = Rig(config or directories.config(**sizes), slots=slots, clock=clock, keeper=keeper)
         opened.append(rig)
         return rig
 

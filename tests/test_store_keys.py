@@ -68,11 +68,11 @@ def test_a_probe_holds_what_it_found_until_its_lease_ends_by_the_clock(open_rig:
     save(rig, keys_of(1, 2, 3))
     assert rig.store.probe(keys_of(1, 2, 3), lease=5.0).run == 3
     clock.advance(4.9)
-    rig.store._tick()
+    rig.round()
     assert rig.store.evict(Tier.SHARED, 10) == 0
     assert load(rig, keys_of(1, 2, 3)) == [True] * 3
     clock.advance(0.2)
-    rig.store._tick()
+    rig.round()
     assert_unpinned(rig.store)
     assert rig.store.evict(Tier.SHARED, 10) == 3
 
