@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -100,9 +101,30 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "_block", "_claims", "_closed", "_epoch", "_keys", "_length", "_lease", "_lost", "_name_space", "_owner",
-        "_pending_pages", "_pinned", "_private", "_promotions", "_published", "_ready_pages", "_reused", "_seed", "_seen_pages", "_stalled",
-        "_target_pages", "_tokens", "request_id",
+        "__weakref__",
+        "_block",
+        "_claims",
+        "_closed",
+        "_epoch",
+        "_keys",
+        "_lease",
+        "_length",
+        "_lost",
+        "_name_space",
+        "_owner",
+        "_pending_pages",
+        "_pinned",
+        "_private",
+        "_promotions",
+        "_published",
+        "_ready_pages",
+        "_reused",
+        "_seed",
+        "_seen_pages",
+        "_stalled",
+        "_target_pages",
+        "_tokens",
+        "request_id",
     )  # fmt: skip
 
     def __init__(
