@@ -576,19 +576,21 @@ void Mover::Impl::fail(Transfer& transfer, uint32_t page, int column, Status sta
   if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = status;
 }
 
-// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so.
+// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so; one that cannot be read
+// must not be offered again either: a lookup that said hit would loop.
 void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Status status) {
   PageProgress& progress = transfer.progress_->pages[page];
   count(status);
-  // Whatever the reason, what could not be read once is not offered again: a lookup that said hit must not loop. Rewriting
-  // the slot and reading it back is the way out, and tells whether the medium is to blame.
-  const PageCopy& copy = transfer.spec_.pages[page];
-  // A LEAVING source is kept by it first: nothing is left to settle.
-  if (copy.roles[static_cast<size_t>(column)] == Role::kSource) progress.source_settled = true;
-  index->quarantine(copy.page, tier_of(column), copy.slots[static_cast<size_t>(column)]);
-  if (status == Status::kChecksum || status == Status::kStale) {
+  const bool is_wrong = status == Status::kChecksum || status == Status::kStale;
+  if (is_wrong) {
     checksum_failures.fetch_add(1, std::memory_order_relaxed);
     status = Status::kChecksum;
+  }
+  if (is_wrong || status == Status::kIOError || status == Status::kBusFault) {
+    const PageCopy& copy = transfer.spec_.pages[page];
+    // A LEAVING source is kept by it first: nothing is left to settle.
+    if (copy.roles[static_cast<size_t>(column)] == Role::kSource) progress.source_settled = true;
+    index->quarantine(copy.page, tier_of(column), copy.slots[static_cast<size_t>(column)]);
   }
   if (progress.failure == Status::kOk) progress.failure = status;
 }
