@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_kit import Directories, Rig, assert_unpinned, assert_whole
 
 from stepwell.config import StoreConfig
 from stepwell.testing import faults
+from store_kit import Directories, Rig, assert_unpinned, assert_whole
 
 
 def _sw_threads() -> list[str]:
