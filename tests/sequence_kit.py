@@ -7,8 +7,11 @@ that is read back on the device says whether it is the right one, wherever it ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence as Seq
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +26,7 @@ from stepwell.hashing import Namespace
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
 from stepwell.store import PageStore
+from stepwell.tiers.device_queue import Result, ResultReadiness
 
 PAGE_TOKENS = 4
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -30,7 +34,8 @@ GEOMETRY = PageGeometry(
     model="stamped", revision="s", layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="float32", page_tokens=PAGE_TOKENS
 )
 PAGE_BYTES = GEOMETRY.page_bytes
-VOLUME_BYTES = 256 * 1024
+HOST_SLOT_BYTES = 4096
+VOLUME_BYTES = 128 * 1024  # 64 pages
 WRITE_PAGES = 8  # the shapes of the two programs
 READ_PAGES = 32
 
@@ -182,13 +187,20 @@ def assert_adds_up(sequence: Sequence) -> None:
 
 
 def config(
-    directories: Directories, *, device: int = 16, host: int = 16, shared: int = 2, disk: int = 0, **others: Any
+    directories: Directories,
+    *,
+    device: int = 16,
+    host: int = 16,
+    shared: int = 2,
+    disk: int = 0,
+    step_bytes: int = 1 << 20,
+    **others: Any,
 ) -> StoreConfig:
     """Configure a store: device and host in pages, shared and disk in volumes."""
     return StoreConfig(
         geometry=GEOMETRY,
-        device=DeviceTier(pages=device),
-        host=host * PAGE_BYTES,
+        device=DeviceTier(pages=device, step_bytes=step_bytes),
+        host=host * HOST_SLOT_BYTES,
         shared=SharedTier(shared * VOLUME_BYTES, str(directories.shared), volume_bytes=VOLUME_BYTES) if shared else None,
         disk=DiskTier(disk * VOLUME_BYTES, str(directories.disk), volume_bytes=VOLUME_BYTES) if disk else None,
         **others,
@@ -222,3 +234,64 @@ def assert_all_returned(store: PageStore) -> None:
 def namespaces() -> list[Namespace | None]:
     """Return some namespaces that must not meet."""
     return [None, Namespace(adapter="a"), Namespace(salt="a")]
+
+
+def flip_bit(directory: Path, page: Values) -> None:
+    """Change one bit of a page where a tier keeps it, behind the tier's back."""
+    needle = page.tobytes()
+    for path in sorted(directory.glob("v-*")):
+        at = path.read_bytes().find(needle)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 100)
+                file.write(bytes([needle[100] ^ 1]))
+            return
+    raise AssertionError(f"no file of {directory} holds the page")
+
+
+class GatherGate(ResultReadiness):
+    """Hold the results of gathers back until opened."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+
+    @classmethod
+    def of(cls, store: PageStore) -> GatherGate:
+        """Put a closed gate before the gathers of a store."""
+        gate = cls()
+        store.device.pool_for_testing()._queue.readiness = gate
+        return gate
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def wait(self, result: Result) -> None:
+        assert self._opened.wait(30.0)
+        super().wait(result)
+
+
+MakeEngine = Callable[..., StampEngine]
+
+
+@contextmanager
+def engines(directories: Directories) -> Iterator[MakeEngine]:
+    """Open stores with an engine each: `make(device=, host=, shared=, disk=)`. Afterwards each must give everything back."""
+    opened: list[PageStore] = []
+
+    def make(**sizes: Any) -> StampEngine:
+        store = PageStore(config(directories, **sizes))
+        opened.append(store)
+        return StampEngine(store)
+
+    try:
+        yield make
+        for store in opened:
+            if not store.closed:
+                for sequence in list(store._sequences._open):
+                    sequence.close()
+                if store.device.is_reset:
+                    store.device.renew()
+                assert_all_returned(store)
+    finally:
+        for store in opened:
+            store.close()

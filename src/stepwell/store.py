@@ -966,7 +966,7 @@ class PageStore:
         for tier in (Tier.HOST, Tier.SHARED, Tier.DISK):
             rows = plan.roles[:, tier] == SINK
             if rows.any():
-                self._index.abort_many(plan.pages[rows], tier, plan.numbers[rows])
+                self._index.abort_many(plan.pages[rows], tier, plan.numbers[rows, tier])
 
     # ---- making room ------------------------------------------------------------------------------------------------
 
