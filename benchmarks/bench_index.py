@@ -81,7 +81,7 @@ def bench_match(rng: np.random.Generator) -> dict[str, object]:
         ours, plain, touch = [], [], []
         for _ in range(41):
             ours += timed(match, rounds=1, calls=calls)
-            plain += timed(lambda: np.array_equal(query, other), rounds=1, calls=calls)
+            plain += timed(lambda query=query, other=other: np.array_equal(query, other), rounds=1, calls=calls)
         pages = length // PAGE_TOKENS
         for _ in range(21):
             index.release(index.match_and_pin(space, query, USABLE).lease)

@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string_view>
@@ -33,15 +34,15 @@ namespace {
 constexpr int kMaxDescriptors = 1 << 20;
 std::atomic<uint64_t> registry[kMaxDescriptors / 64];
 
-// Held shared while a descriptor is made and registered, or unregistered and closed; exclusively over a fork. So at a fork
-// a descriptor is open if and only if its bit is set.
-pthread_rwlock_t fork_lock = PTHREAD_RWLOCK_INITIALIZER;
+// Held while a descriptor is made and registered, or unregistered and closed, and over a fork: so at a fork a descriptor is
+// open if and only if its bit is set. Opening is rare and never on a data path; a mutex, unlike a lock with readers, can be
+// unlocked by the child, whose thread is the one that locked it.
+std::mutex fork_mutex;
 
-void before_fork() { pthread_rwlock_wrlock(&fork_lock); }
+void before_fork() { fork_mutex.lock(); }
 
-void after_fork_in_parent() { pthread_rwlock_unlock(&fork_lock); }
+void after_fork_in_parent() { fork_mutex.unlock(); }
 
-// Plain close, never LOCK_UN: that would free the lock of the parent, which shares the open file description.
 void after_fork_in_child() {
   for (size_t word = 0; word < kMaxDescriptors / 64; ++word) {
     uint64_t bits = registry[word].load(std::memory_order_relaxed);
@@ -50,20 +51,20 @@ void after_fork_in_child() {
     for (; bits != 0; bits &= bits - 1) ::close(static_cast<int>(word * 64) + std::countr_zero(bits));
   }
   fork_generation.fetch_add(1, std::memory_order_relaxed);
-  // Made anew rather than unlocked: the lock knows its holder by a thread id that the child does not have.
-  pthread_rwlock_init(&fork_lock, nullptr);
+  fork_mutex.unlock();
 }
 
-class SharedForkLock {
+// Keeps forks away while it lives.
+class NoFork {
  public:
-  SharedForkLock() {
+  NoFork() : lock_(fork_mutex, std::defer_lock) {
     static const int installed = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
     if (installed != 0) std::abort();  // Out of memory at first use: without the handler locks would outlive us unseen.
-    pthread_rwlock_rdlock(&fork_lock);
+    lock_.lock();
   }
-  ~SharedForkLock() { pthread_rwlock_unlock(&fork_lock); }
-  SharedForkLock(const SharedForkLock&) = delete;
-  SharedForkLock& operator=(const SharedForkLock&) = delete;
+
+ private:
+  std::unique_lock<std::mutex> lock_;
 };
 
 bool register_descriptor(int fd) noexcept {
@@ -158,7 +159,7 @@ bool is_remote_fuse(const std::string& path) noexcept {
 
 Descriptor::Descriptor(int fd) : fd_(fd), fork_(fork_generation.load(std::memory_order_relaxed)) {
   if (fd < 0) return;
-  const SharedForkLock lock;
+  const NoFork no_fork;
   if (!register_descriptor(fd)) throw std::length_error("descriptor " + std::to_string(fd) + " is above 2^20");
 }
 
@@ -191,7 +192,7 @@ namespace file {
 
 int open(const std::string& path, int flags, uint32_t mode) noexcept {
   if (const int error = reach("file.open"); error != 0) return error;
-  const SharedForkLock lock;
+  const NoFork no_fork;
   const int fd = retried([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, mode); });
   if (fd >= 0 && !register_descriptor(fd)) {
     ::close(fd);
@@ -202,7 +203,7 @@ int open(const std::string& path, int flags, uint32_t mode) noexcept {
 
 int close(int fd) noexcept {
   const int error = reach("file.close");
-  const SharedForkLock lock;
+  const NoFork no_fork;
   unregister_descriptor(fd);
   // Not repeated after EINTR: Linux has freed the number by then, and another thread may have it.
   if (::close(fd) != 0 && errno != EINTR) return -errno;
@@ -291,6 +292,7 @@ int remove_directory(const std::string& path) noexcept {
 int list(const std::string& path, std::vector<std::string>* names) noexcept {
   names->clear();
   if (const int error = reach("file.list"); error != 0) return error;
+  // Not registered: a child may have it, there is no lock on it.
   const int fd = retried([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW); });
   if (fd < 0) return fd;
   const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(fd), ::closedir);

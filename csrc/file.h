@@ -62,6 +62,7 @@ struct FileSystemStat {
 namespace file {
 
 // flags as of open(2); O_CLOEXEC and O_NOFOLLOW are always added. Returns fd or -errno.   point: file.open
+// A name that may be a fifo needs O_NONBLOCK: an open that waits keeps forks and other opens waiting.
 int open(const std::string& path, int flags, uint32_t mode) noexcept;
 // Closes a descriptor of open() that no Descriptor owns. Closed even where an error is returned.   point: file.close
 int close(int fd) noexcept;

@@ -151,7 +151,7 @@ std::string VolumeHeader::decode(const std::byte in[4096], uint64_t metadata_fil
   header.volume_id = get<std::array<uint8_t, 16>>(in, 16);
   header.fingerprint = get<std::array<uint8_t, 32>>(in, 32);
   header.kind = get<uint8_t>(in, 64);
-  if (header.kind != 1) return wrong("kind", header.kind);
+  if (header.kind == 0) return wrong("kind", header.kind);  // another kind than ours is another's volume, not damage
   const uint8_t medium = get<uint8_t>(in, 65);
   if (medium != 1 && medium != 2) return wrong("medium", medium);
   header.medium = static_cast<VolumeMedium>(medium);

@@ -833,16 +833,16 @@ def test_a_store_closes_whatever_is_in_flight_and_another_finds_what_landed(
 
 
 def test_suspending_frees_the_device_at_once(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=8, host=8)
+    engine = make_engine(device=9, host=9)
     with ExitStack() as stack:
         sequence = copying(engine, stack)
-        assert engine.store.stats().tiers["device"].free == 0
+        assert engine.store.stats().tiers["device"].free == 1
         sequence.suspend()
-        assert engine.store.stats().tiers["device"].free == 8
-        other = engine.open(prompt(2, 32))
-        assert engine.store.extend([other], [32]).ok.all()
+        assert engine.store.stats().tiers["device"].free == 9
+        other = engine.open(prompt(2, 36))
+        assert engine.store.extend([other], [36]).ok.all()
     engine.finish(other)
-    engine.verify(other, 32)
+    engine.verify(other, 36)
 
 
 # ---- threads -------------------------------------------------------------------------------------------------------------

@@ -1232,3 +1232,23 @@ def test_the_configuration_names_what_limits_its_medium() -> None:
     config = DirectoryConfig("/x", "disk", 1, 1, 1, b"f" * 32)
     assert type(config.limits()).__name__ == "DiskLimits"
     assert type(replace(config, medium="shared").limits()).__name__ == "MemoryLimits"
+
+
+def test_a_volume_of_another_format_version_is_left_until_its_room_is_needed(world: World) -> None:
+    first = world.open()
+    held = grow(first)
+    first.give_back(held)
+    first.close()
+    path = world.metadata_of(held.volume_id)
+    with open(path, "r+b") as file:
+        header = bytearray(file.read(4096))
+        header[8:12] = (2).to_bytes(4, "little")
+        header[-4:] = _core.crc32c(bytes(header[:-4])).to_bytes(4, "little")
+        file.seek(0)
+        file.write(header)
+    second = world.open()
+    assert second.adopt() == []
+    assert path.exists()
+    while isinstance(second.grow(), HeldVolume):
+        pass
+    assert not path.exists()

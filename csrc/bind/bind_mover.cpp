@@ -150,13 +150,13 @@ nb::tuple by_column(const std::array<uint64_t, kTiers>& values) {
   return nb::make_tuple(values[0], values[1], values[2], values[3]);
 }
 
-nb::dict stats(MoverHandle& self) {
+nb::typed<nb::dict, nb::str, nb::any> stats(MoverHandle& self) {
   MoverStats stats;
   {
     nb::gil_scoped_release release;
     stats = self.mover().stats();
   }
-  nb::dict result;
+  nb::typed<nb::dict, nb::str, nb::any> result;
   result["bytes_read"] = by_column(stats.bytes_read);
   result["bytes_written"] = by_column(stats.bytes_written);
   result["checksum_failures"] = stats.checksum_failures;

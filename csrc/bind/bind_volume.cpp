@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -426,7 +427,7 @@ Status read_foreign(const PageShape& shape, const VolumeHeader& header, int meta
                            wanted, target);
 }
 
-nb::tuple peek_record(const VolumeHeader& header, int metadata_fd, uint32_t slot) {
+std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& header, int metadata_fd, uint32_t slot) {
   if (slot >= header.slots) throw nb::index_error("slot out of range");
   std::array<std::byte, kRecordBytes> bytes;
   int result = 0;
@@ -439,8 +440,8 @@ nb::tuple peek_record(const VolumeHeader& header, int metadata_fd, uint32_t slot
   uint64_t generation;
   std::memcpy(&generation, bytes.data(), sizeof(generation));
   SlotRecord record;
-  if (!SlotRecord::decode(bytes.data(), &record)) return nb::make_tuple(generation, nb::none());
-  return nb::make_tuple(generation, record);
+  if (!SlotRecord::decode(bytes.data(), &record)) return {generation, std::nullopt};
+  return {generation, record};
 }
 
 void bind_foreign(nb::module_& module) {

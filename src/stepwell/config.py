@@ -78,7 +78,7 @@ class SharedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     capacity: Size
-    path: str = "/dev/shm/stepwell"  # noqa: S108
+    path: str = "/dev/shm/stepwell"
     volume_bytes: Size | None = None
     share: Size | None = None
 
@@ -98,7 +98,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     geometry: what a page's bytes are. epoch: of the weights; an int or any string. host: bytes or a HostTier.
     copy_threads, io_threads: workers (small on purpose; 2 cores may be all there is). queue_units: bound of each work queue.
-    inbox: bound of completions that wait to be polled. low_watermark, high_watermark: a tier with less than `low` of its
+    low_watermark, high_watermark: a tier with less than `low` of its
     slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
     """
 
@@ -111,7 +111,6 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     copy_threads: int = 1
     io_threads: int = 2
     queue_units: int = 4096
-    inbox: int = 1024
     low_watermark: float = 0.02
     high_watermark: float = 0.05
     close_timeout: float = 10.0
@@ -146,7 +145,6 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ("copy_threads", 1, self.copy_threads, 256),
             ("io_threads", 1, self.io_threads, 256),
             ("queue_units", 16, self.queue_units, 1 << 20),
-            ("inbox", 1, self.inbox, 1 << 20),
         ):
             if not low <= value <= high:
                 raise StepwellUsageError(f"{name}: {value} is not within {low}..{high}")

@@ -19,7 +19,7 @@ class Match:
     Threads: any one at a time. Ends by close(), by leaving the `with` block, or when it is dropped.
     """
 
-    __slots__ = ("_closed", "_index", "_page_tokens", "_result", "__weakref__")
+    __slots__ = ("__weakref__", "_closed", "_index", "_page_tokens", "_result")
 
     def __init__(self, index: Index, result: MatchResult, page_tokens: int) -> None:
         self._index = index

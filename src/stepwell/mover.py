@@ -72,6 +72,41 @@ class Plan:
         )
 
 
+class Inbox:
+    """Receive the completions of one submitter: pass it to save and load, and poll it, or wait on its descriptor.
+
+    Invariant: room for a transfer's completion is taken when it is submitted; so none is lost, and a full inbox refuses the
+    transfer (full) instead of growing.
+    Threads: any; each completion is delivered once.
+    """
+
+    __slots__ = ("_core_inbox",)
+
+    def __init__(self, capacity: int) -> None:
+        self._core_inbox = _core.Inbox(capacity)
+
+    def poll(self, most: int = 256) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+        """Take up to `most` completions without waiting.
+
+        Returns:
+            (tags: uint64[n], as `Transfer.tag`; ok pages: uint32[n]; status: uint8[n], 0 or the first failure's `_core.Status`).
+        """
+        return self._core_inbox.poll(most)
+
+    def fileno(self) -> int:
+        """Return an eventfd that is readable while completions wait: for select, poll or an event loop."""
+        return self._core_inbox.fileno()
+
+    def close(self) -> None:
+        """Drop what waits and refuse what comes. Idempotent."""
+        self._core_inbox.close()
+
+
+def core_inbox(inbox: Inbox | None) -> _core.Inbox | None:
+    """Return the core's half. For the store."""
+    return None if inbox is None else inbox._core_inbox
+
+
 class Transfer:
     """Observe a batch of page copies.
 
@@ -99,6 +134,11 @@ class Transfer:
     def pages(self) -> int:
         """Pages in the batch."""
         return self._pages
+
+    @property
+    def tag(self) -> int:
+        """The number under which an inbox reports this transfer; 0 if there was nothing to move."""
+        return 0 if self._core_transfer is None else self._core_transfer.tag
 
     @property
     def done(self) -> bool:
@@ -133,7 +173,8 @@ class Transfer:
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
         """Per page whether it arrived, verified, bool[pages]. A load's target is undefined where False."""
-        return self.status == _core.Status.ok.value
+        arrived: npt.NDArray[np.bool_] = self.status == _core.Status.ok.value
+        return arrived
 
     @property
     def ok_pages(self) -> int:

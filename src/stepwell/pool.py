@@ -120,6 +120,13 @@ def pool_owner(lent: LentPool) -> object:
     return lent._owner
 
 
+def _each(source: PoolArray | Sequence[PoolArray]) -> Sequence[PoolArray]:
+    # A memoryview counts as a sequence too, of its items.
+    if isinstance(source, Sequence) and not isinstance(source, memoryview):
+        return source
+    return [source]
+
+
 def lend(
     geometry: PageGeometry,
     shape: _core.PageShape,
@@ -142,7 +149,7 @@ def lend(
     """
     if isinstance(source, PoolPointers):
         return _from_pointers(geometry, shape, source)
-    arrays = [_view(a) for a in (source if isinstance(source, list | tuple) else [source])]
+    arrays = [_view(array) for array in _each(source)]
     if geometry.is_opaque:
         return _lend_opaque(geometry, shape, arrays, source)
     views = list(_streams(geometry, arrays, axes))

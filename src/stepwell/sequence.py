@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -142,10 +143,30 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "_epoch_turn", "_found", "_key_count", "_key_rows", "_landed", "_lease", "_length", "_name_space", "_owner",
-        "_page_count", "_page_rows", "_pending_pages", "_promotions", "_published", "_ready_pages", "_seed", "_stalled", "_state",
-        "_target_pages", "_tokens", "_waits", "request_id",
-    )  # fmt: skip
+        "__weakref__",
+        "_epoch_turn",
+        "_found",
+        "_key_count",
+        "_key_rows",
+        "_landed",
+        "_lease",
+        "_length",
+        "_name_space",
+        "_owner",
+        "_page_count",
+        "_page_rows",
+        "_pending_pages",
+        "_promotions",
+        "_published",
+        "_ready_pages",
+        "_seed",
+        "_stalled",
+        "_state",
+        "_target_pages",
+        "_tokens",
+        "_waits",
+        "request_id",
+    )
 
     def __init__(
         self, owner: Sequences, tokens: npt.NDArray[np.int32], name_space: int, seed: bytes | None, request_id: str | None

@@ -33,7 +33,7 @@ from stepwell.errors import (
     StoreClosedError,
 )
 from stepwell.hashing import Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
-from stepwell.index import ClaimOutcome, Index, Miss, Residency, Tier, tier_mask
+from stepwell.index import ClaimOutcome, Index, Residency, Tier, tier_mask
 from stepwell.keeper import Keeper
 from stepwell.lease import Match
 from stepwell.mover import (
@@ -42,11 +42,13 @@ from stepwell.mover import (
     SOURCE,
     STATUS_REASON,
     Full,
+    Inbox,
     Plan,
     SaveOutcome,
     SaveResult,
     Transfer,
     WorkClass,
+    core_inbox,
 )
 from stepwell.pool import (
     LentPool,
@@ -65,7 +67,8 @@ from stepwell.tiers.host import HostSlab
 from stepwell.tiers.shared import SharedVolumes
 
 if TYPE_CHECKING:
-    from stepwell.sequence import Extended, ManagedDevice, Sequence as RunningSequence, Sequences
+    from stepwell.sequence import Extended, ManagedDevice, Sequences
+    from stepwell.sequence import Sequence as RunningSequence
 
 Order = Literal["page", "layer"]
 
@@ -165,13 +168,21 @@ class PageStore:
 
     # ---- simple calls -----------------------------------------------------------------------------------------------
 
-    def save(self, tokens: Tokens, *, source: PoolSlice, namespace: Namespace | None = None) -> SaveResult:
+    def save(
+        self,
+        tokens: Tokens,
+        *,
+        source: PoolSlice,
+        namespace: Namespace | None = None,
+        inbox: Inbox | None = None,
+    ) -> SaveResult:
         """Keep the pages of some tokens: write them through to every tier that outlives this call.
 
         Args:
             tokens: int32[n] (other integers are converted). Only whole pages are saved; the tail stays the caller's.
             source: where the pages are now, one slot a whole page, in order.
             namespace: adapter, salt: pages of different namespaces never match each other.
+            inbox: gets the completion; one that is full refuses the pages.
 
         Returns:
             SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never waits for
@@ -209,7 +220,9 @@ class PageStore:
         looked_at = min(pages, batch.full_at)
         saved, present, pending = self._tally(outcomes[:looked_at])
         refused = pages - looked_at
-        transfer = self._submit_save(mover, batch.pages, outcomes, batch.slots, batch.numbers, source)
+        transfer = self._submit_save(
+            mover, batch.pages, outcomes, batch.slots, batch.numbers, source, inbox=inbox
+        )
         if transfer is None:
             refused, saved = refused + saved, 0
             transfer = Transfer(None, self._clock, pages=0)
@@ -244,7 +257,13 @@ class PageStore:
         return match
 
     def load(
-        self, match: Match, *, into: PoolSlice, order: Order = "page", deadline: float | None = None
+        self,
+        match: Match,
+        *,
+        into: PoolSlice,
+        order: Order = "page",
+        deadline: float | None = None,
+        inbox: Inbox | None = None,
     ) -> Transfer:
         """Copy a match's pages into the caller's pool, each layer verified as it lands.
 
@@ -254,6 +273,7 @@ class PageStore:
             order: "page": page by page; "layer": all pages of layer 0, then of layer 1, ...: watch `layers_done`.
             deadline: seconds from now. When it has passed, wait() returns with no byte able to land any more; pages that had not
                 landed are misses.
+            inbox: gets the completion; one that is full refuses the load (every page is queue_full).
 
         Returns:
             Transfer; `ok_pages` is the usable prefix. Pages found on disk also go back to shared memory on the way.
@@ -270,7 +290,7 @@ class PageStore:
         if ids.size == 0:
             return Transfer(None, self._clock, pages=0)
         return self._load_lease(
-            mover, match.lease_id(), ids, tiers, slots, into, layer_order=order == "layer", deadline=deadline
+            mover, match.lease_id(), ids, tiers, slots, into, layer_order=order == "layer", deadline=deadline, inbox=inbox
         )
 
     # ---- keys (an engine's own hashes) --------------------------------------------------------------------------------
@@ -775,6 +795,8 @@ class PageStore:
         slots: npt.NDArray[np.uint32],
         numbers: npt.NDArray[np.uint32],
         source: PoolSlice,
+        *,
+        inbox: Inbox | None = None,
     ) -> Transfer | None:
         """Submit the pages that have a new claim; None: refused, and every claim is returned."""
         new = outcomes == _NEW
@@ -790,7 +812,7 @@ class PageStore:
         plan.roles[from_shared, Tier.SHARED] = SOURCE
         plan.roles[~from_shared, POOL_COLUMN] = SOURCE
         plan.slots[:, POOL_COLUMN] = source.slots[rows]
-        transfer = self._submit(mover, plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True)
+        transfer = self._submit(mover, plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox)
         if transfer is None:
             self._abort_claims(plan)
             self._index.unpin_pages(plan.pages)
@@ -807,6 +829,7 @@ class PageStore:
         *,
         layer_order: bool,
         deadline: float | None,
+        inbox: Inbox | None = None,
     ) -> Transfer:
         plan = self._plan_from(ids, tiers, slots)
         plan.roles[:, POOL_COLUMN] = SINK
@@ -823,6 +846,7 @@ class PageStore:
             deadline=deadline,
             unpin_pages=bool(claimed.size),
             is_load=True,
+            inbox=inbox,
         )
         if transfer is not None:
             return transfer
@@ -939,6 +963,7 @@ class PageStore:
         deadline: float | None = None,
         unpin_pages: bool = False,
         is_load: bool = False,
+        inbox: Inbox | None = None,
     ) -> Transfer | None:
         tag = next(self._tags)
         core = mover.submit(
@@ -953,6 +978,7 @@ class PageStore:
             lease=lease,
             tag=tag,
             keep_alive=None if pool is None else pool_owner(pool),
+            inbox=core_inbox(inbox),
         )
         if not isinstance(core, _core.Transfer):
             return None

@@ -137,7 +137,7 @@ TEST_CASE("each wrong field of a header is named, even under a right checksum") 
       {0, 0, 8, "magic"},
       {8, 2, 4, "format version 2"},
       {12, 8192, 4, "header bytes 8192"},
-      {64, 2, 1, "kind 2"},
+      {64, 0, 1, "kind 0"},
       {65, 3, 1, "medium 3"},
       {66, 1, 1, "reserved bytes are not zero"},
       {200, 1, 1, "reserved bytes are not zero"},

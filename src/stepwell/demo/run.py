@@ -67,7 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, Summary]
 
 
-class ActFailed(Exception):
+class ActError(Exception):
     """A serving process ended otherwise than it must."""
 
 
@@ -88,7 +88,7 @@ class Acts:
             for message in lines:
                 if "summary" in message:
                     return msgspec.convert(message["summary"], Summary)
-        raise ActFailed(f"{title}: the process ended without a summary")
+        raise ActError(f"{title}: the process ended without a summary")
 
     def run_and_kill(self, name: str, title: str, **changes: object) -> Summary:
         """Run one act, let it serve on, and kill it with SIGKILL in mid-work."""
@@ -103,7 +103,7 @@ class Acts:
                     left -= 1
                     if left == 0:
                         return summary
-        raise ActFailed(f"{title}: the process ended before it was killed")
+        raise ActError(f"{title}: the process ended before it was killed")
 
     def scenario(self, name: str, **changes: object) -> Scenario:
         """Return the base scenario with changes; its record lies beside the others under its name."""
@@ -144,10 +144,10 @@ class Acts:
                 process.stdout.close()
                 self._progress.update(task, completed=scenario.requests)
             if expect_kill and code != -9:
-                raise ActFailed(f"{title}: expected to end by SIGKILL, ended with {code}")
+                raise ActError(f"{title}: expected to end by SIGKILL, ended with {code}")
             if not expect_kill and code != 0:
                 errors.seek(0)
-                raise ActFailed(f"{title}: exit code {code}\n{errors.read()[-4000:]}")
+                raise ActError(f"{title}: exit code {code}\n{errors.read()[-4000:]}")
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -159,13 +159,13 @@ def run_demo(options: DemoOptions) -> int:
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepwell-demo-")))
         disk = Path(options.directory) if options.directory else work / "disk"
-        shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))  # noqa: S108
+        shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         stack.callback(shutil.rmtree, shared, ignore_errors=True)
         base = _base(options, shared=shared / "tier", disk=disk, work=work)
         progress = stack.enter_context(_progress(console))
         try:
             checks, runs = _play(Acts(base, progress), base)
-        except ActFailed as failure:
+        except ActError as failure:
             progress.stop()
             console.print(f"[bold red]failed:[/] {failure}", markup=True)
             return 1

@@ -34,4 +34,4 @@ def swap_staged_pages(store: PageStore) -> None:
         before.append(last)
         return queue(slots, pages, generation=generation)
 
-    pool.queue_scatter = swapped  # type: ignore[method-assign, assignment]
+    pool.queue_scatter = swapped  # type: ignore[method-assign]

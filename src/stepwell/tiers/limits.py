@@ -97,9 +97,9 @@ class MemoryLimits:
             _, _, rest = line.partition(":")
             controllers, _, group = rest.partition(":")
             if controllers == "":
-                read, wanted = _read_v2, "cgroup2"
+                read, wanted = _read_cgroup2, "cgroup2"
             elif "memory" in controllers.split(","):
-                read, wanted = _read_v1, "cgroup"
+                read, wanted = _read_cgroup1, "cgroup"
             else:
                 continue
             for kind, mount_root, mount_point in mounts:
@@ -144,7 +144,7 @@ def _nbytes(limit: Limit) -> int:
     return limit.nbytes
 
 
-def _read_v2(group: Path) -> _Cgroup | None:
+def _read_cgroup2(group: Path) -> _Cgroup | None:
     # Above memory.high a group is throttled and reclaimed rather than killed: to a cache that is a
     # limit all the same.
     limits = [
@@ -159,7 +159,7 @@ def _read_v2(group: Path) -> _Cgroup | None:
     return _Cgroup(value, used - _stat(group, "inactive_file", at_most=used), f"{group / name}")
 
 
-def _read_v1(group: Path) -> _Cgroup | None:
+def _read_cgroup1(group: Path) -> _Cgroup | None:
     limit = _number(group / "memory.limit_in_bytes")
     if limit is None:
         return None

@@ -17,6 +17,8 @@ from stepwell.tiers.locks import NotTaken, is_current, try_lock
 from stepwell.tiers.process_file import ProcessRecord
 from stepwell.tiers.volume_files import (
     Listing,
+    FORMAT_VERSION,
+    HEADER_BYTES,
     VolumeNames,
     list_directory,
     open_ours,
@@ -107,6 +109,20 @@ def wanted_of(record: ProcessRecord) -> int:
     return min(record.want_bytes, max(record.floor_bytes - record.held_bytes, 0))
 
 
+class OtherFormatError(ValueError):
+    """Report a volume that another version of stepwell wrote."""
+
+
+def is_other_format(data: bytes) -> bool:
+    """Tell whether a header is a whole one of another format version: magic right, its own checksum right."""
+    return (
+        len(data) == HEADER_BYTES
+        and data[:8] == b"STEPWELV"
+        and int.from_bytes(data[8:12], "little") != FORMAT_VERSION
+        and int.from_bytes(data[-4:], "little") == _core.crc32c(data[:-4])
+    )
+
+
 @dataclass(slots=True)
 class Scanner:
     """Scan one directory for one process. Requires: the directory lock is held for each call."""
@@ -178,6 +194,8 @@ class Scanner:
                     header = self._header_of(names, names.metadata_name)
                 except OSError:
                     header = None
+                except OtherFormatError:
+                    header = None  # readable by another version of stepwell: nobody's damage
                 except ValueError:
                     if self.remove_volume(names):
                         found.listing.volumes.pop(names.volume_id)
@@ -194,6 +212,8 @@ class Scanner:
     def _header_of(self, names: VolumeNames, metadata_name: str) -> Header:
         data = read_header(self.directory, metadata_name)
         pages = names.files[names.pages_name] if names.pages_name else 0
+        if is_other_format(data):
+            raise OtherFormatError(f"{metadata_name} is of another format version")
         header = self.decode(data, names.files[metadata_name], pages)
         if header.volume_id.hex() != names.volume_id:
             raise ValueError(f"{metadata_name} says it is volume {header.volume_id.hex()}")

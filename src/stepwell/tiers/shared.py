@@ -9,8 +9,8 @@ from stepwell import _core
 from stepwell.clock import Clock
 from stepwell.config import SharedTier
 from stepwell.index import Index, Tier
-from stepwell.tiers.volume_tier import VolumeTier
 from stepwell.tiers.directory import Machine
+from stepwell.tiers.volume_tier import VolumeTier
 
 RECENCY_SECONDS: Final = 0.25
 """How often the order of pages is stamped: plain stores, no system call a page."""

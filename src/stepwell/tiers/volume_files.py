@@ -19,6 +19,7 @@ from stepwell.tiers.locks import is_ours
 
 DIRECTORY_LOCK = "directory.lock"
 HEADER_BYTES = 4096
+FORMAT_VERSION = 1
 
 _VOLUME_NAME = re.compile(r"([vtx])-([0-9a-f]{32})\.(vol|meta|pages)", re.ASCII)
 _LOCK_NAME = re.compile(r"v-([0-9a-f]{32})\.lock", re.ASCII)

@@ -70,7 +70,6 @@ class VolumeTier:
         self._epoch = epoch
         self._clock = clock
         self._recency_seconds = recency_seconds
-        self._direct_io = config.direct_io if isinstance(config, DiskTier) else False
         self._set = _core.VolumeSet(tier is Tier.DISK)
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
@@ -87,6 +86,7 @@ class VolumeTier:
                 floor_bytes=floor_bytes(config, name=name),
                 fingerprint=fingerprint,
                 epoch=epoch,
+                direct_io=config.direct_io if isinstance(config, DiskTier) else True,
             ),
             CoreHeaders(shape),
             machine=self._machine,
@@ -138,7 +138,9 @@ class VolumeTier:
         now = self._clock.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
-            if self._directory.wanted() > 0:
+            wanted = self._directory.wanted()
+            self._leave_lost(index)
+            if wanted > 0:
                 self._start_leaving(index)
         self._stamp_recency(index)
         free = index.claimable(self._tier)
@@ -180,20 +182,24 @@ class VolumeTier:
         return True
 
     def _may_try_to_grow(self) -> bool:
+        if self._directory.lacking_bytes > 0:
+            return True  # a neighbour may have given back since
         return self._full_at is None or self._clock.monotonic() - self._full_at >= GROW_RETRY
 
     def _attach(self, held: HeldVolume, index: Index) -> Recovered:
         """Open a held volume, recover what it holds, and put its slots into use."""
+        header = held.header
+        assert isinstance(header, _core.VolumeHeader), "the directory was opened with CoreHeaders"
         try:
             volume = _core.Volume(
                 self._shape,
-                held.header,
+                header,
                 held.metadata.detach(),
                 held.pages.detach() if held.pages is not None else -1,
-                held.direct_io and self._direct_io,
+                held.direct_io,
             )
         except RuntimeError as error:
-            self._directory.give_back(held)
+            self._directory.remove(held)  # given back, it would be the next that grow() takes
             raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
@@ -236,6 +242,20 @@ class VolumeTier:
         refused = slots[accepted == 0]
         member.volume.retire(np.ascontiguousarray(refused))
         return Recovered(int(accepted.sum()), int(refused.size) + int(damaged))
+
+    def _leave_lost(self, index: Index) -> None:
+        """Take volumes out of service that another process holds too, because somebody removed the lock's name."""
+        lost = set(self._directory.view.lost_ids)
+        for member in self._members.values():
+            if member.held.volume_id in lost and not member.is_leaving:
+                _LOG.warning(
+                    "%s tier: the lock file of volume %s was removed and another process took the volume; letting it go",
+                    self._tier.name.lower(),
+                    member.held.volume_id,
+                )
+                member.is_leaving = True
+                index.close_slots(self._tier, member.base)
+        self._finish_leaving(index)
 
     def _start_leaving(self, index: Index) -> None:
         """Choose the volume of lowest rank and take it out of service."""
