@@ -237,6 +237,15 @@ class Index::Impl {
     old = page;
   }
 
+  // A page of another epoch stays among those that leave first.
+  void touch_old(PageId page, int tier) {
+    PageId& old = last_old[at(tier)];
+    if (page == old) return;
+    ranks[at(tier)].leave(page);
+    ranks[at(tier)].enter_above(page, old);
+    old = page;
+  }
+
   void log_touch(PageId end, uint64_t path_pages) {
     if (!touches.empty() && touches.back() == end) return;
     if (touches.size() >= kLogEntries || touched_pages >= kLogPages) apply_touches();
@@ -247,11 +256,15 @@ class Index::Impl {
   // From tail to head, so that an ancestor ends above its descendants.
   void apply_touches() {
     for (const PageId end : touches) {
-      if (pages.epoch(end) != epoch) continue;
       for (PageId page = end; page != kNoPage; page = pages.parent(page)) {
         const uint32_t packed = pages.residency(page);
         for (int tier = 0; tier < kTiers; ++tier) {
-          if (((packed >> (8 * tier)) & 0xff) == static_cast<uint32_t>(Residency::kResident)) ranks[at(tier)].touch(page);
+          if (((packed >> (8 * tier)) & 0xff) != static_cast<uint32_t>(Residency::kResident)) continue;
+          if (pages.epoch(page) == epoch) [[likely]] {
+            ranks[at(tier)].touch(page);
+          } else {
+            touch_old(page, tier);
+          }
         }
       }
     }
@@ -1486,7 +1499,7 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
       }
     }
   }
-  for (auto page = late.rbegin(); page != late.rend(); ++page) enter_rank(*page, tier);
+  for (const PageId page : late) enter_rank(page, tier);  // ancestors first: each enters below one that is ranked
 }
 
 void Index::rank_order(Tier tier, std::vector<uint32_t>* slots) const {
