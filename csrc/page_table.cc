@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <new>
+#include <type_traits>
 
 #include "status.h"
 
@@ -48,7 +50,7 @@ void IdTable::reserve(uint64_t count) {
 }
 
 void IdTable::rehash(size_t capacity) {
-  std::vector<Entry> old(capacity, Entry{0, kNone});
+  Entries old(capacity, Entry{0, kNone});
   old.swap(entries_);
   for (const Entry& entry : old) {
     if (entry.id == kNone) continue;
@@ -85,9 +87,13 @@ void PageTable::seek(uint32_t want) {
 }
 
 void PageTable::add_block() {
-  blocks_.push_back(std::make_unique_for_overwrite<PageBlock>());
-  blocks_.back()->key_length.fill(0);
-  for (auto& numbers : blocks_.back()->number) numbers.fill(0);
+  static_assert(std::is_trivially_destructible_v<PageBlock>);
+  PageBlock* records = new (arena_.allocate(sizeof(PageBlock))) PageBlock;
+  records->key_length.fill(0);
+  for (auto& numbers : records->number) numbers.fill(0);
+  records->key_tail = nullptr;
+  records->tokens = nullptr;
+  blocks_.push_back(records);
   ids_.grow(kPageBlock);
 }
 
@@ -112,7 +118,7 @@ PageId PageTable::create(const Key& key, uint8_t kind, uint64_t epoch) {
   records.key_length[i] = key.length;
   std::memcpy(records.key_head[i].data(), key.bytes.data(), 32);
   if (key.length > 32) {
-    if (records.key_tail == nullptr) records.key_tail = std::make_unique<PageBlock::Column<std::array<uint8_t, 32>>>();
+    if (records.key_tail == nullptr) records.key_tail = new (arena_.allocate(sizeof(*records.key_tail))) PageBlock::Column<std::array<uint8_t, 32>>;
     std::memcpy((*records.key_tail)[i].data(), key.bytes.data() + 32, 32);
   }
   ids_by_key_.insert(hash(key.bytes.data(), key.length, kind, epoch), page);
@@ -139,15 +145,15 @@ Key PageTable::key(PageId page) const {
 void PageTable::set_tokens(PageId page, const int32_t* tokens) {
   PageBlock& records = block(page);
   if (records.tokens == nullptr) {
-    records.tokens = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(kPageBlock) * page_tokens_);
+    records.tokens = static_cast<int32_t*>(arena_.allocate(static_cast<size_t>(kPageBlock) * page_tokens_ * sizeof(int32_t)));
   }
-  std::memcpy(records.tokens.get() + static_cast<size_t>(index(page)) * page_tokens_, tokens,
+  std::memcpy(records.tokens + static_cast<size_t>(index(page)) * page_tokens_, tokens,
               static_cast<size_t>(page_tokens_) * sizeof(int32_t));
 }
 
 uint64_t PageTable::bytes() const noexcept {
   uint64_t total = ids_by_key_.bytes() + ids_.size() / 8;
-  for (const auto& records : blocks_) {
+  for (const PageBlock* records : blocks_) {
     total += sizeof(PageBlock);
     if (records->key_tail != nullptr) total += sizeof(*records->key_tail);
     if (records->tokens != nullptr) total += static_cast<uint64_t>(kPageBlock) * page_tokens_ * sizeof(int32_t);

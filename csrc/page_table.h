@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "geometry.h"
+#include "huge.h"
 #include "residency.h"
 #include "slots.h"
 
@@ -50,13 +51,15 @@ class IdTable {
   size_t locate(uint32_t hash, uint32_t id) const;
   void rehash(size_t capacity);
 
-  std::vector<Entry> entries_;
+  using Entries = std::vector<Entry, HugeAllocator<Entry>>;
+  Entries entries_;
   uint64_t size_ = 0;
 };
 
 constexpr uint32_t kPageBlockBits = 12;
 constexpr uint32_t kPageBlock = 1u << kPageBlockBits;
 
+// Plain data in the table's arena.
 struct PageBlock {
   template <typename T>
   using Column = std::array<T, kPageBlock>;
@@ -75,8 +78,8 @@ struct PageBlock {
   Column<uint8_t> kind;
   Column<ParentState> parent_state;
   Column<uint8_t> handed_out;                     // bit t: quarantined there and handed out, or not mendable
-  std::unique_ptr<Column<std::array<uint8_t, 32>>> key_tail;  // where a key of the block is longer than 32 bytes
-  std::unique_ptr<int32_t[]> tokens;              // page_tokens a page; where a page of the block lies in the tree
+  Column<std::array<uint8_t, 32>>* key_tail;      // where a key of the block is longer than 32 bytes
+  int32_t* tokens;                                // page_tokens a page; where a page of the block lies in the tree
 };
 
 class PageTable {
@@ -103,7 +106,7 @@ class PageTable {
   static uint32_t index(PageId page) noexcept { return page & (kPageBlock - 1); }
   bool exists(PageId page) const noexcept { return page < ids_.size() && block(page).key_length[index(page)] != 0; }
   const int32_t* tokens(PageId page) const noexcept {
-    return block(page).tokens.get() + static_cast<size_t>(index(page)) * page_tokens_;
+    return block(page).tokens + static_cast<size_t>(index(page)) * page_tokens_;
   }
   Key key(PageId page) const;
   bool has_key(PageId page, const uint8_t* key, uint8_t length) const noexcept;
@@ -145,7 +148,8 @@ class PageTable {
   static uint32_t hash(const uint8_t* key, uint8_t length, uint8_t kind, uint64_t epoch) noexcept;
 
   uint32_t page_tokens_;
-  std::vector<std::unique_ptr<PageBlock>> blocks_;
+  HugeArena arena_;  // of the blocks and what they point to
+  std::vector<PageBlock*> blocks_;
   FreeMap ids_;
   IdTable ids_by_key_;
 };

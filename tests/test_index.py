@@ -412,7 +412,9 @@ def test_poisoned_index_misses_and_refuses_and_still_takes_everything_back() -> 
     batch = chain.index.claim_absent(chain.space, chain.tokens, chain.keys, 0, 2, 4)
     assert batch.outcomes[0, SHARED] == m.REFUSED
     assert chain.index.take_private(HOST, 1) is None
-    for page, number in zip(pending.pages.tolist(), pending.numbers[:, SHARED].tolist(), strict=True):
+    for page, number in zip(
+        pending.pages.tolist(), pending.numbers[:, SHARED].tolist(), strict=True
+    ):
         assert chain.index.abort(page, SHARED, number) == Status.ok
     assert chain.index.release(held.lease)
     assert chain.index.check() == ""
