@@ -1573,6 +1573,13 @@ TierCounts Index::counts(Tier tier) const {
   });
 }
 
+void Index::prepare(uint32_t pages) {
+  while (impl_->locked([&] { return impl_->pages.free_records() < pages; })) {
+    std::unique_ptr<PageBlock> block = PageTable::make_block(page_tokens());
+    impl_->locked([&] { impl_->pages.add_block(std::move(block)); });
+  }
+}
+
 uint64_t Index::pages() const {
   return impl_->locked([&] { return impl_->pages.size(); });
 }

@@ -177,6 +177,9 @@ class Index {
   // Longest run of keys[i] RESIDENT in `usable` without a pin; tiers[i] = fastest tier or 0xff.
   uint32_t probe(const Key* keys, uint32_t count, uint8_t kind, TierMask usable, uint8_t* tiers) const;
   TierCounts counts(Tier tier) const;
+  // Makes room for `pages` more records ahead of need, so that no claim pays for the first touch of their memory (measured: 4 us a 4 KiB
+  // page in a virtual machine). For the keeper: allocates and touches outside the mutex.
+  void prepare(uint32_t pages);
   uint64_t pages() const;   // page records
   uint64_t nodes() const;   // tree edges
   uint64_t leases() const;

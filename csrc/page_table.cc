@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <new>
-#include <type_traits>
+#include <utility>
 
 #include "status.h"
 
@@ -82,24 +81,24 @@ PageId PageTable::find(const uint8_t* key, uint8_t length, uint8_t kind, uint64_
 }
 
 void PageTable::seek(uint32_t want) {
-  while (ids_.free() < want) add_block();
+  while (ids_.free() < want) add_block(make_block(page_tokens_));
   ids_.seek(want);
 }
 
-void PageTable::add_block() {
-  static_assert(std::is_trivially_destructible_v<PageBlock>);
-  PageBlock* records = new (arena_.allocate(sizeof(PageBlock))) PageBlock;
-  records->key_length.fill(0);
-  for (auto& numbers : records->number) numbers.fill(0);
-  records->key_tail = nullptr;
-  records->tokens = nullptr;
-  blocks_.push_back(records);
+std::unique_ptr<PageBlock> PageTable::make_block(uint32_t page_tokens) {
+  auto records = std::make_unique<PageBlock>();  // zeroed: key_length 0 is no record, and numbers start at 0
+  records->tokens = std::make_unique<int32_t[]>(static_cast<size_t>(kPageBlock) * page_tokens);
+  return records;
+}
+
+void PageTable::add_block(std::unique_ptr<PageBlock> block) {
+  blocks_.push_back(std::move(block));
   ids_.grow(kPageBlock);
 }
 
 PageId PageTable::create(const Key& key, uint8_t kind, uint64_t epoch) {
   STEPWELL_ASSERT(key.length > 0 && key.length <= kMaxKeyBytes);
-  if (ids_.free() == 0) add_block();
+  if (ids_.free() == 0) add_block(make_block(page_tokens_));
   const PageId page = ids_.take();
   PageBlock& records = block(page);
   const uint32_t i = index(page);
@@ -118,7 +117,7 @@ PageId PageTable::create(const Key& key, uint8_t kind, uint64_t epoch) {
   records.key_length[i] = key.length;
   std::memcpy(records.key_head[i].data(), key.bytes.data(), 32);
   if (key.length > 32) {
-    if (records.key_tail == nullptr) records.key_tail = new (arena_.allocate(sizeof(*records.key_tail))) PageBlock::Column<std::array<uint8_t, 32>>;
+    if (records.key_tail == nullptr) records.key_tail = std::make_unique<PageBlock::Column<std::array<uint8_t, 32>>>();
     std::memcpy((*records.key_tail)[i].data(), key.bytes.data() + 32, 32);
   }
   ids_by_key_.insert(hash(key.bytes.data(), key.length, kind, epoch), page);
@@ -144,19 +143,15 @@ Key PageTable::key(PageId page) const {
 
 void PageTable::set_tokens(PageId page, const int32_t* tokens) {
   PageBlock& records = block(page);
-  if (records.tokens == nullptr) {
-    records.tokens = static_cast<int32_t*>(arena_.allocate(static_cast<size_t>(kPageBlock) * page_tokens_ * sizeof(int32_t)));
-  }
-  std::memcpy(records.tokens + static_cast<size_t>(index(page)) * page_tokens_, tokens,
+  std::memcpy(records.tokens.get() + static_cast<size_t>(index(page)) * page_tokens_, tokens,
               static_cast<size_t>(page_tokens_) * sizeof(int32_t));
 }
 
 uint64_t PageTable::bytes() const noexcept {
   uint64_t total = ids_by_key_.bytes() + ids_.size() / 8;
-  for (const PageBlock* records : blocks_) {
-    total += sizeof(PageBlock);
+  for (const auto& records : blocks_) {
+    total += sizeof(PageBlock) + static_cast<uint64_t>(kPageBlock) * page_tokens_ * sizeof(int32_t);
     if (records->key_tail != nullptr) total += sizeof(*records->key_tail);
-    if (records->tokens != nullptr) total += static_cast<uint64_t>(kPageBlock) * page_tokens_ * sizeof(int32_t);
   }
   return total;
 }

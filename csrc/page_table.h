@@ -59,7 +59,6 @@ class IdTable {
 constexpr uint32_t kPageBlockBits = 12;
 constexpr uint32_t kPageBlock = 1u << kPageBlockBits;
 
-// Plain data in the table's arena.
 struct PageBlock {
   template <typename T>
   using Column = std::array<T, kPageBlock>;
@@ -78,8 +77,8 @@ struct PageBlock {
   Column<uint8_t> kind;
   Column<ParentState> parent_state;
   Column<uint8_t> handed_out;                     // bit t: quarantined there and handed out, or not mendable
-  Column<std::array<uint8_t, 32>>* key_tail;      // where a key of the block is longer than 32 bytes
-  int32_t* tokens;                                // page_tokens a page; where a page of the block lies in the tree
+  std::unique_ptr<Column<std::array<uint8_t, 32>>> key_tail;  // where a key of the block is longer than 32 bytes
+  std::unique_ptr<int32_t[]> tokens;              // page_tokens a page
 };
 
 class PageTable {
@@ -93,6 +92,10 @@ class PageTable {
   void prefetch(const Key& key, uint8_t kind, uint64_t epoch) const noexcept {
     ids_by_key_.prefetch(hash(key.bytes.data(), key.length, kind, epoch));
   }
+  // A block of records whose memory has been touched, tokens included. Touches nothing of the table: needs no lock.
+  static std::unique_ptr<PageBlock> make_block(uint32_t page_tokens);
+  void add_block(std::unique_ptr<PageBlock> block);
+  uint32_t free_records() const noexcept { return ids_.free(); }
   // The records made next should get contiguous ids.
   void seek(uint32_t want);
   // A record with no residency, no parent known, no depth, outside the tree. REQUIRES find() == none.
@@ -106,7 +109,7 @@ class PageTable {
   static uint32_t index(PageId page) noexcept { return page & (kPageBlock - 1); }
   bool exists(PageId page) const noexcept { return page < ids_.size() && block(page).key_length[index(page)] != 0; }
   const int32_t* tokens(PageId page) const noexcept {
-    return block(page).tokens + static_cast<size_t>(index(page)) * page_tokens_;
+    return block(page).tokens.get() + static_cast<size_t>(index(page)) * page_tokens_;
   }
   Key key(PageId page) const;
   bool has_key(PageId page, const uint8_t* key, uint8_t length) const noexcept;
@@ -144,12 +147,10 @@ class PageTable {
   uint64_t bytes() const noexcept;
 
  private:
-  void add_block();
   static uint32_t hash(const uint8_t* key, uint8_t length, uint8_t kind, uint64_t epoch) noexcept;
 
   uint32_t page_tokens_;
-  HugeArena arena_;  // of the blocks and what they point to
-  std::vector<PageBlock*> blocks_;
+  std::vector<std::unique_ptr<PageBlock>> blocks_;
   FreeMap ids_;
   IdTable ids_by_key_;
 };
