@@ -78,6 +78,8 @@ _PENDING: Final = int(ClaimOutcome.PENDING)
 _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
+_RECORDS_AHEAD: Final = 8192
+"""Page records that the keeper keeps ready, so that a long new prompt does not pay for the first touch of their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1089,6 +1091,7 @@ class PageStore:
         self._account()
         if self._mover is not None:
             self._mover.drain_retired()
+        self._index.prepare(_RECORDS_AHEAD)
         for tier, pages in self._tiers.items():
             capacity = self._index.counts(tier)["capacity"]
             low = max(1, int(capacity * self._config.low_watermark))

@@ -73,6 +73,7 @@ class VolumeTier:
         self._recency_seconds = recency_seconds
         self._set = _core.VolumeSet(tier is Tier.DISK)
         self._members: dict[int, Member] = {}
+        self._unusable: set[str] = set()
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
         self._looked_at = float("-inf")
@@ -199,7 +200,13 @@ class VolumeTier:
                 held.direct_io,
             )
         except RuntimeError as error:
-            self._directory.remove(held)  # given back, it would be the next that grow() takes
+            # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the volume's, and given back it
+            # would be the next that grow() takes, for ever.
+            if held.volume_id in self._unusable:
+                self._directory.remove(held)
+            else:
+                self._unusable.add(held.volume_id)
+                self._directory.give_back(held)
             raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
