@@ -1,4 +1,5 @@
-"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing behind."""
+"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
 
 @pytest.fixture
 def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
-    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be whole.
+    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be
+    whole.
 
     keeper: with its thread; else its rounds are `rig.round()`.
     """

@@ -14,16 +14,17 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
 
 from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.index import Tier
+from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
 
 CHAINS, MOST_PAGES = 40, 12
 
 
 def kill_config(shared: str, disk: str) -> StoreConfig:
-    """Shared memory too small for all chains, a disk that holds them all: an acknowledged page is never evicted from both."""
+    """Shared memory too small for all chains, a disk that holds them all: an acknowledged page is never evicted from
+    both."""
     return StoreConfig(
         geometry=GEOMETRY,
         host=16 * 4096,

@@ -1,4 +1,5 @@
-"""What the store does when the world fails: a miss or a precise error, no wrong byte, nothing leaked, and it goes on after."""
+"""What the store does when the world fails: a miss or a precise error, no wrong byte, nothing leaked, and it goes on
+after."""
 
 from __future__ import annotations
 
@@ -12,12 +13,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain, stamps
 
 from stepwell.clock import ManualClock
 from stepwell.errors import ForkedError, StepwellError
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each, inject, resume, wait_paused
+from store_kit import (
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    VOLUME_BYTES,
+    Directories,
+    Rig,
+    assert_unpinned,
+    assert_whole,
+    chain,
+    stamps,
+)
 
 OpenRig = Callable[..., Rig]
 BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
@@ -66,9 +77,7 @@ def test_saves_loads_and_evictions_survive_a_failure_anywhere(
     open_rig: OpenRig, sizes: dict[str, int], point: str, error: int
 ) -> None:
     rig = open_rig(**sizes)
-    number = 0
-    for fault in fail_each(point, error):
-        number += 1
+    for number, fault in enumerate(fail_each(point, error), 1):
         with fault:
             rig.save(chain(number, 3))
             rig.load(chain(number, 3))  # compares what came
@@ -406,10 +415,11 @@ def test_a_bug_in_a_worker_makes_the_store_miss_and_say_so(open_rig: OpenRig) ->
 
 def run_script(text: str, directories: Directories, *, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     head = (
-        "import sys; sys.path.insert(0, {!r})\nfrom pathlib import Path\nfrom store_kit import *\n"
-        "directories = Directories(Path({!r}), Path({!r}))\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\nfrom store_kit import *\n"
+        f"directories = Directories(Path({str(directories.shared)!r}), Path({str(directories.disk)!r}))\n"
         "rig = Rig(directories.config(shared=VOLUME_BYTES, disk=VOLUME_BYTES), keeper=True)\n"
-    ).format(str(Path(__file__).parent), str(directories.shared), str(directories.disk))
+    )
     return subprocess.run(
         [sys.executable, "-X", "dev", "-c", head + text], capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -424,7 +434,10 @@ def run_script(text: str, directories: Directories, *, timeout: float = 60.0) ->
         ("rig.save(chain(1, 4)); raise RuntimeError('main')", 1),
         ("import threading; t = threading.Thread(target=sys.exit); t.start(); t.join(); rig.save(chain(1, 4))", 0),
         ("rig.save(chain(1, 4)); import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
-        ("rig.save(chain(1, 4)); import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)", 130),
+        (
+            "rig.save(chain(1, 4)); import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)",
+            130,
+        ),
         ("rig.save(chain(1, 4)); rig.close(); rig.close()", 0),
         ("rig.save(chain(1, 4)); store = rig.store; del rig", 0),
         ("import sys; sys.store = rig.store; sys.rig = rig; rig.save(chain(1, 4))", 0),

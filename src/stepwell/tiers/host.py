@@ -17,7 +17,9 @@ class HostSlab:
     def __init__(self, shape: _core.PageShape, *, capacity_bytes: int, page_bytes: int) -> None:
         slots = capacity_bytes // (-(-page_bytes // 4096) * 4096)
         if slots < 1:
-            raise BudgetError(f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)")
+            raise BudgetError(
+                f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)"
+            )
         try:
             self._slab = _core.Slab(shape, slots)
         except MemoryError as error:
