@@ -424,7 +424,7 @@ def run_script(text: str, directories: Directories, *, timeout: float = 60.0) ->
         ("rig.save(chain(1, 4)); raise RuntimeError('main')", 1),
         ("import threading; t = threading.Thread(target=sys.exit); t.start(); t.join(); rig.save(chain(1, 4))", 0),
         ("rig.save(chain(1, 4)); import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
-        ("rig.save(chain(1, 4)); import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)", 130),
+        ("rig.save(chain(1, 4)); import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()", 130),
         ("rig.save(chain(1, 4)); rig.close(); rig.close()", 0),
         ("rig.save(chain(1, 4)); store = rig.store; del rig", 0),
         ("import sys; sys.store = rig.store; sys.rig = rig; rig.save(chain(1, 4))", 0),
