@@ -422,11 +422,11 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
       } else {
         crc = crc32c_copy(crc, to, from, bytes);
       }
-      if (status == Status::kOk && crc != source->bytes.checksums[layer]) {
-        fail_source(transfer, page, source->column, Status::kChecksum);
-        return false;
-      }
-      if (status == Status::kBusFault && !target.guarded) {
+      if (status == Status::kOk && crc != source->bytes.checksums[layer]) status = Status::kChecksum;
+      uint32_t unused = 0;
+      const bool source_is_gone = status == Status::kBusFault && source->bytes.guarded &&
+                                  guard::checksum(from, bytes, &unused) == Status::kBusFault;
+      if (status == Status::kChecksum || source_is_gone) {
         fail_source(transfer, page, source->column, status);
         return false;
       }
@@ -485,7 +485,7 @@ bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& sour
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
-    if (status == Status::kChecksum || status == Status::kBusFault) {  // the pool is no mapping of ours
+    if (status == Status::kChecksum || status == Status::kBusFault) {  // the pool is private: a fault is the source's
       fail_source(transfer, page, source.column, status);
       return false;
     }

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_kit import Directories, Rig, assert_unpinned, assert_whole
 
 from stepwell.config import StoreConfig
 from stepwell.testing import faults
+from store_kit import Directories, Rig, assert_unpinned, assert_whole
 
 
 def _sw_threads() -> list[str]:
@@ -94,3 +94,12 @@ def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
     finally:
         for rig in opened:
             rig.close()
+
+
+@pytest.fixture
+def make_engine(directories: Directories) -> Iterator[Any]:
+    """Open stores with a device tier and a stamping engine each; afterwards each must give everything back."""
+    from sequence_kit import engines  # imports jax
+
+    with engines(directories) as make:
+        yield make

@@ -8,13 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from store_kit import PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain, stamps
 
 from stepwell.clock import ManualClock
 from stepwell.errors import LeaseClosedError
 from stepwell.hashing import Namespace
 from stepwell.index import Miss, Tier
-from stepwell.testing.faults import inject, resume, wait_paused
+from stepwell.testing.faults import inject, wait_paused
+from store_kit import (
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    VOLUME_BYTES,
+    Directories,
+    Rig,
+    assert_unpinned,
+    assert_whole,
+    chain,
+    stamps,
+)
 
 OpenRig = Callable[..., Rig]
 

@@ -3,6 +3,11 @@
     open -> match -> [ready | loading | pending | missing] -> extend -> (engine computes) -> publish -> ... -> close
                         loading: shared, disk -> host slot -> scatter at the next step -> RESIDENT on the device
 
+    open(), resume() --> MATCHED --extend()--> COMPUTING          MATCHED looks again as pages land, COMPUTING never does: the
+    MATCHED, COMPUTING --suspend()--> SUSPENDED                   engine has written into its slots
+    MATCHED, COMPUTING --a step failed--> LOST                    SUSPENDED and LOST hold nothing: resume() or close()
+    any --close(), abort()--> CLOSED
+
 Everything here is bookkeeping on arrays, called by the engine's thread; bytes move on the mover's threads and in the device
 pool's steps. Whatever is in flight, close and abort return everything exactly once.
 """
@@ -15,8 +20,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +37,32 @@ from stepwell.pool import LentPool, lend_canonical
 from stepwell.tiers.device import DevicePool, StepHandle
 from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
 
-_NEW = int(ClaimOutcome.NEW)
-_PENDING = int(ClaimOutcome.PENDING)
-_FULL = int(ClaimOutcome.FULL)
+_NEW: Final = int(ClaimOutcome.NEW)
+_PENDING: Final = int(ClaimOutcome.PENDING)
+_PRESENT: Final = int(ClaimOutcome.PRESENT)
+_LOWER_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
+_RETRY_SECONDS: Final = 0.005
+"""Seconds until a gather that the mover's queue had no room for is offered again."""
 
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
+
+# What a device slot is to the sequence that has it in its block.
+_FOUND: Final = 0  # a cached page, pinned by the sequence's lease
+_CLAIMED: Final = 1  # ARRIVING, computed by this sequence; pinned by its claim
+_PUBLISHED: Final = 2  # RESIDENT, computed by this sequence; pinned once
+_PRIVATE: Final = 3  # no page's
+_PAGE: Final = np.dtype([("slot", np.int32), ("id", np.uint32), ("number", np.uint32), ("hold", np.uint8)])
+
+
+class _State(Enum):
+    """Where a sequence stands; drawn at the head of this file."""
+
+    MATCHED = "matched"
+    COMPUTING = "computing"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+    CLOSED = "closed"
 
 
 class Decider(Protocol):
@@ -63,26 +89,41 @@ class Decider(Protocol):
     def looked_up(self, match: Match, asked: int) -> None:
         """Count a lookup."""
 
+    def saved(self, pages: int, refused: int) -> None:
+        """Count published pages that are written through, and those that found no room below."""
+
     def write_through_mask(self) -> int:
         """Tiers to which published pages are written."""
 
     @property
-    def epoch(self) -> int:
-        """The epoch that pages are published under now."""
+    def epoch_turn(self) -> int:
+        """How often the epoch has changed: what was computed before a change is not published after it, even if it is changed back."""
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether an assertion of the core failed: nothing is written through any more."""
 
 
 @dataclass(slots=True)
 class _Promotion:
-    """Pages of one sequence on their way to the device: claimed there and in host memory, copied, then scattered."""
+    """Pages of one sequence on their way to the device: claimed there, copied into host memory, then scattered.
+
+    transfer: into host memory; None where the pages were there, or have landed. holds_host: our host claims pin each page once more.
+    ticket: the scatter, once the device pool has copied the host rows.
+    """
 
     ids: U32
     device_slots: U32
     device_numbers: U32
     host_slots: U32
-    host_pinned: Bools  # our host claim pinned the page once more
     transfer: Transfer | None
-    core_landed: npt.NDArray[np.bool_] | None = None
+    holds_host: bool
     ticket: ScatterTicket | None = None
+
+    def keep(self, rows: Bools) -> None:
+        """Go on with some of the pages."""
+        self.ids, self.device_slots = self.ids[rows], self.device_slots[rows]
+        self.device_numbers, self.host_slots = self.device_numbers[rows], self.host_slots[rows]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,36 +137,36 @@ class _Gather:
 class Sequence:
     """All that one request holds on the device.
 
-    Invariant: `block` names one device slot a page; pages below `ready` hold their tokens' KV, pinned or private to this sequence.
+    Invariants: its block names one device slot a page, each pinned or private to this sequence; pages below `ready` hold their
+    tokens' KV; ready + loading + pending + missing = tokens.
     Threads: the engine's. A context manager; close() is idempotent and returns everything once.
     """
 
     __slots__ = (
         "__weakref__",
-        "_block",
-        "_claims",
-        "_closed",
-        "_epoch",
-        "_keys",
+        "_epoch_turn",
+        "_found",
+        "_key_count",
+        "_key_rows",
+        "_landed",
         "_lease",
         "_length",
-        "_lost",
         "_name_space",
         "_owner",
+        "_page_count",
+        "_page_rows",
         "_pending_pages",
-        "_pinned",
-        "_private",
         "_promotions",
         "_published",
         "_ready_pages",
-        "_reused",
         "_seed",
-        "_seen_pages",
         "_stalled",
+        "_state",
         "_target_pages",
         "_tokens",
+        "_waits",
         "request_id",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, owner: Sequences, tokens: npt.NDArray[np.int32], name_space: int, seed: bytes | None, request_id: str | None
@@ -133,25 +174,24 @@ class Sequence:
         self._owner = owner
         self._tokens = tokens.copy()
         self._length = tokens.size
-        self._keys = prefix_hashes(tokens, page_tokens=owner.page_tokens, seed=seed)
+        self._key_rows = prefix_hashes(tokens, page_tokens=owner.page_tokens, seed=seed)
+        self._key_count = len(self._key_rows)
         self._name_space = name_space
         self._seed = seed
-        self._epoch = owner.decider.epoch
-        self._block: list[int] = []
+        self._epoch_turn = owner.decider.epoch_turn
+        self._state = _State.MATCHED
+        self._page_rows: npt.NDArray[np.void] = np.empty(0, dtype=_PAGE)
+        self._page_count = 0
         self._lease: Match | None = None
-        self._claims: dict[int, tuple[int, int]] = {}  # page -> (id, number): ARRIVING, computed by this sequence
-        self._private: set[int] = set()  # pages whose slot has no key
-        self._pinned: list[int] = []  # page ids pinned once each
         self._promotions: list[_Promotion] = []
+        self._landed: list[U32] = []  # pages that a promotion brought: pinned until the next look pins them by lease
+        self._waits = True  # for pages that others bring, or that find no room yet
+        self._stalled = False
         self._ready_pages = 0
         self._target_pages = 0
         self._pending_pages = 0
-        self._published = 0
-        self._reused: dict[Tier, int] = {}
-        self._seen_pages = 0  # counted in _reused
-        self._closed = False
-        self._lost = False
-        self._stalled = False
+        self._published = 0  # pages that publish() is done with
+        self._found: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)  # by page of the prefix: the tier where it was found
         self.request_id = request_id
 
     # ---- what the engine asks ---------------------------------------------------------------------------------------
@@ -169,7 +209,7 @@ class Sequence:
     @property
     def loading(self) -> int:
         """Tokens behind `ready` that are on their way from a lower tier."""
-        return max(0, self._target_pages - self._ready_pages) * self._owner.page_tokens
+        return (self._target_pages - self._ready_pages) * self._owner.page_tokens
 
     @property
     def pending(self) -> int:
@@ -179,42 +219,55 @@ class Sequence:
     @property
     def missing(self) -> int:
         """Tokens that nobody has: this sequence's to compute."""
-        return max(0, self._length - self.ready - self.loading - self.pending)
+        return self._length - self.ready - self.loading - self.pending
 
     @property
     def reused(self) -> dict[Tier, int]:
-        """Tokens of the prefix by the tier in which open() or promote() found them."""
-        return {tier: pages * self._owner.page_tokens for tier, pages in self._reused.items()}
+        """Tokens of the prefix by the tier in which open() or promote() found them; once computing, only those that were had."""
+        pages = np.bincount(self._found, minlength=len(Tier)) * self._owner.page_tokens
+        return {tier: int(pages[tier]) for tier in Tier if pages[tier]}
 
     @property
     def lost(self) -> bool:
         """Whether a failed step took the device pool and this sequence's pages with it: resume() or close() it."""
-        return self._lost
+        return self._state is _State.LOST
 
     @property
     def closed(self) -> bool:
         """Whether the sequence has ended."""
-        return self._closed
+        return self._state is _State.CLOSED
 
     @property
     def stalled(self) -> bool:
-        """Whether loading cannot go on: every device slot is pinned by running sequences. Suspend one, or compute()."""
+        """Whether loading cannot go on: every slot it could use is pinned by running sequences. Suspend one, or compute()."""
         return self._stalled
 
     def promote(self) -> None:
-        """Look again for pages that others have finished, and go on loading."""
+        """Look again for pages that others have finished, and go on loading. Nothing once this sequence computes.
+
+        Raises: LeaseClosedError, DeviceResetError; StepwellUsageError while suspended.
+        """
         self._owner.promote(self)
 
     def compute(self) -> None:
-        """Stop waiting: what is neither ready nor on its way becomes missing, this sequence's to compute."""
+        """Stop waiting: what is neither ready nor on its way becomes missing, this sequence's to compute.
+
+        Raises: as promote().
+        """
         self._owner.give_up_waiting(self)
 
     def suspend(self) -> None:
-        """Give back everything on the device and keep the tokens: preemption. Published pages stay cached."""
+        """Give back everything on the device and keep the tokens: preemption. Published pages stay cached.
+
+        Raises: LeaseClosedError, DeviceResetError.
+        """
         self._owner.suspend(self)
 
     def resume(self) -> None:
-        """Open again after suspend(), or after the pool was lost, with all tokens so far."""
+        """Open again after suspend(), or after the pool was lost, with all tokens so far.
+
+        Raises: LeaseClosedError.
+        """
         self._owner.resume(self)
 
     def abort(self) -> None:
@@ -235,9 +288,53 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.request_id or ''} {self._length} tokens: {self.ready} ready, {self.loading} loading, "
-            f"{self.pending} pending, {self.missing} missing>"
+            f"<Sequence {self.request_id or ''} {self._state.value}, {self._length} tokens: {self.ready} ready, "
+            f"{self.loading} loading, {self.pending} pending, {self.missing} missing>"
         )
+
+    # ---- arrays that grow ---------------------------------------------------------------------------------------------
+
+    @property
+    def _block(self) -> npt.NDArray[np.void]:
+        """Its device pages, one _PAGE a row; a view."""
+        return self._page_rows[: self._page_count]
+
+    @property
+    def _keys(self) -> npt.NDArray[np.uint8]:
+        """The prefix hashes of its full pages; a view."""
+        return self._key_rows[: self._key_count]
+
+    def _append_pages(self, rows: npt.NDArray[np.void]) -> None:
+        self._page_rows = _with_room(self._page_rows, self._page_count, len(rows))
+        self._page_rows[self._page_count : self._page_count + len(rows)] = rows
+        self._page_count += len(rows)
+
+    def _append_token(self, token: int) -> None:
+        self._tokens = _with_room(self._tokens, self._length, 1)
+        self._tokens[self._length] = token
+        self._length += 1
+        page_tokens, count = self._owner.page_tokens, self._key_count
+        if self._length // page_tokens > count:
+            prior = self._key_rows[count - 1].tobytes() if count else self._seed
+            page = self._tokens[count * page_tokens : (count + 1) * page_tokens]
+            self._key_rows = _with_room(self._key_rows, count, 1)
+            self._key_rows[count] = prefix_hashes(page, page_tokens=page_tokens, seed=prior)[0]
+            self._key_count += 1
+
+    def _stop_waiting(self) -> None:
+        """What is not ready is this sequence's to compute. Requires: no promotion runs."""
+        self._pending_pages = 0
+        self._target_pages = self._ready_pages
+        self._stalled = False
+
+
+def _with_room(array: npt.NDArray[Any], used: int, more: int) -> npt.NDArray[Any]:
+    """Return an array that starts with the first `used` rows of this one and has room for `more` behind them."""
+    if used + more <= len(array):
+        return array
+    grown = np.empty((max(64, 2 * used, used + more), *array.shape[1:]), dtype=array.dtype)
+    grown[:used] = array[:used]
+    return grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,22 +348,22 @@ class Extended:
 class Sequences:
     """All sequences of a store, and the store's half of the device tier.
 
-    Invariant: a device slot is free, or of a page, or private to one open sequence; each id in a sequence's `_pinned` is one page pin.
-    Threads: the engine's thread calls; `sw-device` waits for gathers and hands them to the mover. `lock` guards the lists.
+    Invariant: a device slot is free, or of a page, or private to one open sequence; each page pin is one row of one sequence's block,
+    promotion or landed pages, or one queued or running gather's.
+    Threads: the engine's thread calls; `sw-device` waits for gathers and hands them to the mover. `lock` guards sequences, and makes a
+    publish and a change of the epoch come one after the other.
     """
 
     def __init__(self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape) -> None:
         self.decider = decider
         self.page_tokens = index.page_tokens
+        self.lock = threading.RLock()
         self._index = index
         self._pool = pool
-        self._slab = slab
+        self._generation = pool.generation  # of the pool whose pages are in the books
         self._rows = slab.view()
         self._shape = shape
-        self._open: set[Sequence] = set()
-        self._orphans: list[_Promotion] = []  # of sequences that closed while loading
-        self._moving = 0  # promotions under way, of all sequences
-        self._lock = threading.RLock()
+        self._open: dict[Sequence, None] = {}  # in the order of opening: the first gets room first
         self._gathers: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
         self._unlanded: list[_Gather] = []  # GUARDED_BY(_landed)
         self._landed = threading.Condition()
@@ -281,62 +378,67 @@ class Sequences:
     ) -> Sequence:
         """Open a sequence; never waits."""
         sequence = Sequence(self, tokens, name_space, seed, request_id)
-        with self._lock:
-            self._open.add(sequence)
-            self._look(sequence, first=True)
+        with self.lock:
+            self._open[sequence] = None
+            self._look(sequence, is_first=True)
         return sequence
 
     def promote(self, sequence: Sequence) -> None:
         """Look again, and go on loading."""
-        self._check(sequence)
-        with self._lock:
-            self._advance(sequence)
-            if len(sequence._block) == sequence._ready_pages and not sequence._promotions:
-                self._look(sequence, first=False)
+        with self.lock:
+            self._check(sequence)
+            if sequence._state is _State.MATCHED and not self._advance(sequence) and not sequence._promotions:
+                self._look(sequence)
 
     def give_up_waiting(self, sequence: Sequence) -> None:
         """Take what is not under way as missing."""
-        self._check(sequence)
-        with self._lock:
+        with self.lock:
+            self._check(sequence)
+            sequence._waits = False
             sequence._pending_pages = 0
             if not sequence._promotions:
-                sequence._target_pages = sequence._ready_pages
-                sequence._stalled = False
+                sequence._stop_waiting()
 
-    def _look(self, sequence: Sequence, *, first: bool) -> None:
+    def _look(self, sequence: Sequence, *, is_first: bool = False) -> None:
         """Match the prefix in all tiers, take what the device has, start loading what it lacks.
 
         At least one token is left to compute: its logits are what the engine wants.
         """
-        usable = sequence.tokens[: max(0, sequence._length - 1)]
-        mask = tier_mask(*Tier)
-        match = Match(self._index, self._index.match_and_pin(sequence._name_space, usable, mask), self.page_tokens)
+        if sequence._epoch_turn != self.decider.epoch_turn:
+            # It goes on with what it holds; pages found now would be of other weights.
+            self._unpin_landed(sequence)
+            sequence._stop_waiting()
+            return
+        usable = sequence.tokens[: sequence._length - 1]
+        match = Match(
+            self._index, self._index.match_and_pin(sequence._name_space, usable, tier_mask(*Tier)), self.page_tokens
+        )
         ids, tiers, slots = match.locations()
         on_device = tiers == Tier.DEVICE
-        run = int(ids.size if on_device.all() else on_device.argmin())
+        ready = int(ids.size if on_device.all() else on_device.argmin())
         old, sequence._lease = sequence._lease, match
         if old is not None:
             old.close()
-        self._unpin(sequence)
-        if first:
-            asked = sequence._length // self.page_tokens
-            self.decider.looked_up(match, asked)
-        if first:
-            sequence._reused, sequence._seen_pages = {}, 0
-        fresh = tiers[sequence._seen_pages :]
-        for tier in Tier:
-            found = int((fresh == tier).sum())
-            if found:
-                sequence._reused[tier] = sequence._reused.get(tier, 0) + found
-        sequence._seen_pages = max(sequence._seen_pages, ids.size)
-        sequence._block = slots[:run].astype(np.int64).tolist()
-        sequence._ready_pages = sequence._published = run
-        sequence._pending_pages = match.pending // self.page_tokens
+        self._unpin_landed(sequence)
+        if is_first:
+            self.decider.looked_up(match, usable.size // self.page_tokens)
+        known = sequence._found[: 0 if is_first else ids.size]
+        sequence._found = np.concatenate([known, tiers[known.size :]])
+        rows = np.zeros(ready, dtype=_PAGE)  # _FOUND
+        rows["slot"], rows["id"] = slots[:ready], ids[:ready]
+        sequence._page_count = 0
+        sequence._append_pages(rows)
+        sequence._ready_pages = sequence._published = ready
         sequence._target_pages = ids.size
-        sequence._stalled = run < ids.size and not self._load(sequence, ids, tiers, slots)
+        sequence._pending_pages = match.pending // self.page_tokens
+        sequence._stalled = False
+        if not sequence._waits:
+            sequence._stop_waiting()
+        elif ready < ids.size:
+            sequence._stalled = not self._load(sequence, ids, tiers, slots)
 
     def _load(self, sequence: Sequence, ids: U32, tiers: npt.NDArray[np.uint8], slots: U32) -> bool:
-        """Start promoting the pages that are not on the device. False: nothing is under way, and nothing can be started."""
+        """Start promoting the pages that are not on the device. False: nothing moves, and there is no slot to start with."""
         assert sequence._lease is not None
         lease = sequence._lease.lease_id()
         wanted = tiers != Tier.DEVICE
@@ -344,15 +446,11 @@ class Sequences:
         batch = self._index.claim_leased(lease, Tier.DEVICE, wanted)
         outcome = batch.outcomes[:, Tier.DEVICE]
         new = outcome == _NEW
-        if not new.any():
-            return bool((outcome == _PENDING).any()) or self._moving > 0
         staged = new & (tiers == Tier.HOST)
         plan = self.decider.plan_promotion(lease, ids, tiers, slots, new & ~staged)
         copied = new & (plan.roles[:, Tier.HOST] == SINK)
-        dropped = new & ~staged & ~copied
-        if dropped.any():  # no staging slot for these now: another round takes them
-            self._index.abort_many(ids[dropped], Tier.DEVICE, batch.numbers[dropped, Tier.DEVICE])
-            self._index.unpin_pages(ids[dropped])
+        dropped = new & ~staged & ~copied  # no staging slot for these now: another round takes them
+        self._abort_claimed(ids[dropped], batch.numbers[dropped, Tier.DEVICE])
         if staged.any():
             self._start(sequence, ids, staged, batch, slots, None)
         if copied.any():
@@ -361,11 +459,18 @@ class Sequences:
             )
             transfer = self.decider.submit_promotion(part, lease)
             if transfer is None:
-                self._index.abort_many(ids[copied], Tier.DEVICE, batch.numbers[copied, Tier.DEVICE])
-                self._index.unpin_pages(ids[copied])  # the device claim's pin
+                self._abort_claimed(ids[copied], batch.numbers[copied, Tier.DEVICE])
             else:
                 self._start(sequence, ids, copied, batch, plan.slots[:, Tier.HOST], transfer)
-        return bool(sequence._promotions) or self._moving > 0
+        return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or self._may_go_on()
+
+    def _may_go_on(self) -> bool:
+        """Whether something moves that will free slots, or there are free ones."""
+        return (
+            any(sequence._promotions for sequence in self._open)
+            or any(self._index.counts(tier)["arriving"] for tier in _LOWER_TIERS)
+            or min(self._index.claimable(Tier.DEVICE), self._index.claimable(Tier.HOST)) > 0
+        )
 
     def _start(
         self,
@@ -376,62 +481,52 @@ class Sequences:
         host_slots: U32,
         transfer: Transfer | None,
     ) -> None:
-        count = int(rows.sum())
         sequence._promotions.append(
             _Promotion(
                 ids=np.ascontiguousarray(ids[rows]),
                 device_slots=batch.slots[rows, Tier.DEVICE],
                 device_numbers=batch.numbers[rows, Tier.DEVICE],
                 host_slots=host_slots[rows],
-                host_pinned=np.full(count, transfer is not None),
                 transfer=transfer,
+                holds_host=transfer is not None,
             )
         )
-        self._moving += 1
 
-    def _advance(self, sequence: Sequence) -> None:
-        """Move a sequence's promotions on; when all have landed, look again."""
+    def _advance(self, sequence: Sequence) -> bool:
+        """Move a sequence's promotions on; when all are over, look again, and say so."""
         if not sequence._promotions:
-            return
-        still = [p for p in sequence._promotions if not self._advance_promotion(p)]
-        finished = len(still) < len(sequence._promotions)
-        sequence._promotions = still
-        if finished and not still:
-            self._look(sequence, first=False)
+            return False
+        sequence._promotions = [p for p in sequence._promotions if not self._is_over(p, sequence)]
+        if sequence._promotions:
+            return False
+        self._look(sequence)
+        return True
 
-    def _advance_promotion(self, promotion: _Promotion) -> bool:
+    def _is_over(self, promotion: _Promotion, sequence: Sequence) -> bool:
         """Take one promotion as far as it goes without waiting; True when it is over."""
         if promotion.ticket is None:
             if promotion.transfer is not None and not promotion.transfer.done:
                 return False
             self._queue_scatter(promotion)
-            if promotion.ticket is None:
-                return promotion.ids.size == 0 and self._over()
-        ticket = promotion.ticket
-        if ticket.state is TicketState.QUEUED:
+        if promotion.ids.size == 0:
+            return True
+        if promotion.ticket is None or promotion.ticket.state is TicketState.QUEUED:
             return False
-        if ticket.state is TicketState.FAILED:
-            self._index.abort_many(promotion.ids, Tier.DEVICE, promotion.device_numbers)
-        else:
+        if promotion.ticket.state is TicketState.DISPATCHED:
             self._index.commit_many(promotion.ids, Tier.DEVICE, promotion.device_numbers)
-        self._index.unpin_pages(promotion.ids)
-        promotion.ids = promotion.ids[:0]
-        return self._over()
-
-    def _over(self) -> bool:
-        self._moving -= 1
+            sequence._landed.append(promotion.ids)  # with the pins of their claims, so that nobody takes them before the next look
+        else:
+            self._abort_claimed(promotion.ids, promotion.device_numbers)
         return True
 
     def _queue_scatter(self, promotion: _Promotion) -> None:
         """Hand landed pages to the device pool; pages that did not land give their device slots back."""
         if promotion.transfer is not None:
             landed = promotion.transfer.landed(Tier.HOST)
-            self._index.unpin_pages(promotion.ids[~landed & promotion.host_pinned])
             lost = promotion.ids[~landed]
-            self._index.abort_many(lost, Tier.DEVICE, promotion.device_numbers[~landed])
-            self._index.unpin_pages(lost)
-            for name in ("ids", "device_slots", "device_numbers", "host_slots", "host_pinned"):
-                setattr(promotion, name, getattr(promotion, name)[landed])
+            self._index.unpin_pages(lost)  # the host claim's
+            self._abort_claimed(lost, promotion.device_numbers[~landed])
+            promotion.keep(landed)
             promotion.transfer = None
         if promotion.ids.size == 0:
             return
@@ -442,10 +537,38 @@ class Sequences:
             generation=self._pool.generation,
         )
         if isinstance(ticket, QueueFull):
-            return
-        # The pool has copied the rows: the host slots may be used for other pages again.
-        self._index.unpin_pages(promotion.ids[promotion.host_pinned])
+            return  # the next round offers them again
         promotion.ticket = ticket
+        if promotion.holds_host:  # the pool has copied the rows: the host slots may be used for other pages again
+            self._index.unpin_pages(promotion.ids)
+            promotion.holds_host = False
+
+    def _drop(self, promotion: _Promotion) -> None:
+        """Give a promotion up. What is being copied lands in host memory and stays there as a cached page.
+
+        A scatter that is half dispatched may be dropped: whoever gets its slots writes them later in the pool's order.
+        """
+        ticket = promotion.ticket
+        if ticket is not None and ticket.state is TicketState.QUEUED:
+            ticket.fail(DeviceResetError("the sequence that loaded these pages has ended"))
+        if ticket is not None and ticket.state is TicketState.DISPATCHED:
+            self._index.commit_many(promotion.ids, Tier.DEVICE, promotion.device_numbers)
+            self._index.unpin_pages(promotion.ids)
+        else:
+            self._abort_claimed(promotion.ids, promotion.device_numbers)
+        if promotion.holds_host:
+            self._index.unpin_pages(promotion.ids)
+
+    def _abort_claimed(self, ids: U32, numbers: U32) -> None:
+        """Return claims on the device and the pins that came with them."""
+        if ids.size:
+            self._index.abort_many(ids, Tier.DEVICE, numbers)
+            self._index.unpin_pages(ids)
+
+    def _unpin_landed(self, sequence: Sequence) -> None:
+        for ids in sequence._landed:
+            self._index.unpin_pages(ids)
+        sequence._landed = []
 
     # ---- computing ----------------------------------------------------------------------------------------------------
 
@@ -453,163 +576,161 @@ class Sequences:
         """Give each sequence device pages for its first `upto` tokens; all it lacks, or none."""
         ok = np.zeros(len(sequences), dtype=np.bool_)
         full: Full | None = None
-        with self._lock:
-            for number, (sequence, tokens) in enumerate(zip(sequences, upto, strict=True)):
+        with self.lock:
+            pages = [-(-tokens // self.page_tokens) for tokens in upto]
+            for sequence, wanted in zip(sequences, pages, strict=True):
                 self._check(sequence)
-                refused = self._extend(sequence, -(-tokens // self.page_tokens))
+                if sequence._promotions and wanted > sequence._page_count:
+                    raise StepwellUsageError(f"{sequence!r} is loading: wait until `loading` is 0, or close it")
+            for number, (sequence, wanted) in enumerate(zip(sequences, pages, strict=True)):
+                refused = self._extend(sequence, wanted)
                 ok[number] = refused is None
                 full = full or refused
         return Extended(ok, full)
 
     def _extend(self, sequence: Sequence, pages: int) -> Full | None:
-        first = len(sequence._block)
+        first = sequence._page_count
         lacking = pages - first
         if lacking <= 0:
             return None
-        if sequence._promotions:
-            raise StepwellUsageError(f"{sequence!r} is loading: wait until `loading` is 0, or close it")
         self.decider.make_room(Tier.DEVICE, lacking)
-        known = min(pages, sequence._length // self.page_tokens)
-        slots = [-1] * lacking
-        claims: dict[int, tuple[int, int]] = {}
-        if known > first and sequence._epoch == self.decider.epoch:
+        rows = np.zeros(lacking, dtype=_PAGE)
+        rows["hold"] = _PRIVATE
+        known = min(pages, sequence._key_count)
+        if known > first and sequence._epoch_turn == self.decider.epoch_turn:
             batch = self._index.claim_absent(
                 sequence._name_space, sequence.tokens, sequence._keys, first, known, tier_mask(Tier.DEVICE)
             )
-            for row in np.flatnonzero(batch.outcomes[:, Tier.DEVICE] == _NEW).tolist():
-                slots[row] = int(batch.slots[row, Tier.DEVICE])
-                claims[first + row] = (int(batch.pages[row]), int(batch.numbers[row, Tier.DEVICE]))
-        holes = [row for row, slot in enumerate(slots) if slot < 0]
-        private = self._index.take_private(Tier.DEVICE, len(holes)) if holes else np.zeros(0, np.uint32)
-        if private is None:
-            if claims:
-                ids = np.array([page for page, _ in claims.values()], dtype=np.uint32)
-                numbers = np.array([number for _, number in claims.values()], dtype=np.uint32)
-                self._index.abort_many(ids, Tier.DEVICE, numbers)
-                self._index.unpin_pages(ids)
-            return self.decider.full(Tier.DEVICE, lacking)
-        for row, slot in zip(holes, private.tolist(), strict=True):
-            slots[row] = slot
-            sequence._private.add(first + row)
-        sequence._claims.update(claims)
-        sequence._pinned.extend(page for page, _ in claims.values())
-        sequence._block.extend(slots)
-        # What was neither ready nor under way is this sequence's to compute now.
-        sequence._pending_pages = 0
-        sequence._target_pages = sequence._ready_pages
-        sequence._stalled = False
+            new = np.flatnonzero(batch.outcomes[:, Tier.DEVICE] == _NEW)
+            rows["hold"][new] = _CLAIMED
+            rows["id"][new] = batch.pages[new]
+            rows["slot"][new] = batch.slots[new, Tier.DEVICE]
+            rows["number"][new] = batch.numbers[new, Tier.DEVICE]
+        private = np.flatnonzero(rows["hold"] == _PRIVATE)
+        if private.size:
+            slots = self._index.take_private(Tier.DEVICE, private.size)
+            if slots is None:
+                claimed = rows[rows["hold"] == _CLAIMED]
+                self._abort_claimed(claimed["id"].copy(), claimed["number"].copy())
+                return self.decider.full(Tier.DEVICE, lacking)
+            rows["slot"][private] = slots
+        if sequence._state is _State.MATCHED:
+            self._begin_computing(sequence)
+        sequence._append_pages(rows)
         return None
 
+    def _begin_computing(self, sequence: Sequence) -> None:
+        """From here on the sequence looks for nothing, and holds in lower tiers nothing."""
+        sequence._state = _State.COMPUTING
+        sequence._stop_waiting()
+        sequence._found = sequence._found[: sequence._ready_pages]
+        if sequence._lease is not None and sequence._lease.pages > sequence._ready_pages:
+            self._index.shorten(sequence._lease.lease_id(), sequence._ready_pages)
+
     def append(self, sequences: Seq[Sequence], tokens: npt.NDArray[np.integer]) -> None:
-        """Add one generated token to each sequence."""
+        """Add one generated token to each sequence; to suspended ones too."""
         given = as_tokens(tokens)
         if given.size != len(sequences):
             raise StepwellUsageError(f"{len(sequences)} sequences, {given.size} tokens")
-        for sequence, token in zip(sequences, given.tolist(), strict=True):
-            self._check(sequence)
-            if sequence._length == sequence._tokens.size:
-                grown = np.empty(max(64, 2 * sequence._tokens.size), dtype=np.int32)
-                grown[: sequence._length] = sequence.tokens
-                sequence._tokens = grown
-            sequence._tokens[sequence._length] = token
-            sequence._length += 1
-            whole = sequence._length // self.page_tokens
-            have = len(sequence._keys)
-            if whole > have:
-                prior = sequence._keys[-1].tobytes() if have else sequence._seed
-                fresh = prefix_hashes(
-                    sequence._tokens[have * self.page_tokens : whole * self.page_tokens],
-                    page_tokens=self.page_tokens,
-                    seed=prior,
-                )
-                sequence._keys = np.concatenate([sequence._keys, fresh])
+        with self.lock:
+            for sequence in sequences:
+                self._check_live(sequence)
+            for sequence, token in zip(sequences, given.tolist(), strict=True):
+                sequence._append_token(token)
 
     def publish(self, sequences: Seq[Sequence], computed: Seq[int]) -> tuple[int, int]:
         """Publish full pages whose computation was dispatched, and write them through."""
         published = duplicates = 0
-        with self._lock:
+        with self.lock:
             for sequence, tokens in zip(sequences, computed, strict=True):
                 self._check(sequence)
-                if tokens > len(sequence._block) * self.page_tokens or tokens > sequence._length:
-                    raise StepwellUsageError(
-                        f"{tokens} tokens computed, but {sequence!r} has {sequence._length} tokens and "
-                        f"{len(sequence._block)} pages"
-                    )
-                new, double = self._publish(sequence, min(tokens, sequence._length) // self.page_tokens)
+                if tokens > sequence._page_count * self.page_tokens or tokens > sequence._length:
+                    raise StepwellUsageError(f"{tokens} tokens computed, but {sequence!r} has {sequence._page_count} pages")
+            for sequence, tokens in zip(sequences, computed, strict=True):
+                new, double = self._publish(sequence, tokens // self.page_tokens)
                 published += new
                 duplicates += double
         return published, duplicates
 
     def _publish(self, sequence: Sequence, upto: int) -> tuple[int, int]:
         first = sequence._published
-        if upto <= first or sequence._epoch != self.decider.epoch:
+        if upto <= first:
             return 0, 0
-        fresh: list[int] = []
-        claimed = [page for page in range(first, upto) if page in sequence._claims]
-        if claimed:
-            ids = np.array([sequence._claims[page][0] for page in claimed], dtype=np.uint32)
-            numbers = np.array([sequence._claims.pop(page)[1] for page in claimed], dtype=np.uint32)
-            statuses = self._index.commit_many(ids, Tier.DEVICE, numbers)
-            fresh += [page for page, status in zip(claimed, statuses.tolist(), strict=True) if status == 0]
-        duplicates = 0
-        for page in range(first, upto):
-            if page not in sequence._private:
-                continue
-            outcome, page_id = self._index.publish_private(
-                sequence._name_space, sequence.tokens, sequence._keys, page, Tier.DEVICE, sequence._block[page]
+        sequence._published = upto
+        if sequence._state is _State.COMPUTING:
+            sequence._ready_pages = sequence._target_pages = upto
+        if sequence._epoch_turn != self.decider.epoch_turn:
+            return 0, 0
+        rows = sequence._block[first:upto]
+        before = rows["hold"].copy()
+        claimed = rows[before == _CLAIMED]
+        if claimed.size:
+            self._index.commit_many(claimed["id"].copy(), Tier.DEVICE, claimed["number"].copy())
+            rows["hold"][before == _CLAIMED] = _PUBLISHED
+        private = np.flatnonzero(before == _PRIVATE)
+        for row in private.tolist():
+            outcome, page = self._index.publish_private(
+                sequence._name_space, sequence.tokens, sequence._keys, first + row, Tier.DEVICE, int(rows["slot"][row])
             )
             if outcome == _NEW:
-                sequence._private.discard(page)
-                sequence._pinned.append(page_id)
-                fresh.append(page)
-            else:
-                duplicates += 1
-        sequence._published = upto
-        sequence._ready_pages = max(sequence._ready_pages, upto)
-        sequence._target_pages = max(sequence._target_pages, sequence._ready_pages)
-        self._write_through(sequence, sorted(fresh))
-        return len(fresh), duplicates
+                rows["id"][row], rows["hold"][row] = page, _PUBLISHED
+        fresh = np.flatnonzero((rows["hold"] == _PUBLISHED) & (before != _PUBLISHED))
+        self._write_through(sequence, first + fresh)
+        return fresh.size, private.size - (fresh.size - claimed.size)
 
-    def _write_through(self, sequence: Sequence, pages: list[int]) -> None:
-        """Gather what was published and write it to the tiers that outlive the device."""
+    def _write_through(self, sequence: Sequence, pages: npt.NDArray[np.intp]) -> None:
+        """Gather what was published, page numbers ascending, and write it to the tiers that outlive the device."""
         mask = self.decider.write_through_mask()
-        if not pages or not mask:
+        if not pages.size or not mask:
             return
-        first, last = pages[0], pages[-1] + 1
-        for tier in Tier:
+        first, last = int(pages[0]), int(pages[-1]) + 1
+        for tier in _LOWER_TIERS:
             if mask & (1 << tier):
-                self.decider.make_room(tier, len(pages))
+                self.decider.make_room(tier, pages.size)
         batch = self._index.claim_absent(
             sequence._name_space, sequence.tokens, sequence._keys, first, last, mask
         )
-        new = (batch.outcomes == _NEW)
-        mine = np.zeros(last - first, dtype=np.bool_)
-        mine[[page - first for page in pages]] = True
-        plan_all = Plan(batch.pages, np.where(new, SINK, 0).astype(np.uint8), batch.slots, batch.numbers)
-        rows = np.flatnonzero(new.any(axis=1))
-        foreign = rows[~mine[rows]]  # pages another sequence published: it writes them through
-        if foreign.size:
-            self._return(plan_all, foreign)
-        rows = rows[mine[rows]]
-        if rows.size == 0:
-            return
-        slots = np.array([sequence._block[first + row] for row in rows.tolist()], dtype=np.int64)
-        ticket = self._pool.queue_gather(slots, generation=self._pool.generation)
+        new = batch.outcomes == _NEW
+        claims = Plan(batch.pages, np.where(new, SINK, 0).astype(np.uint8), batch.slots, batch.numbers)
+        is_new = new.any(axis=1)
+        is_mine = np.zeros(last - first, dtype=np.bool_)
+        is_mine[pages - first] = True
+        self._return(claims, np.flatnonzero(is_new & ~is_mine))  # published by another sequence, which writes them through
+        rows = np.flatnonzero(is_new & is_mine)
+        there = is_new | ((batch.outcomes == _PENDING) | (batch.outcomes == _PRESENT)).any(axis=1)
+        refused = int((is_mine & ~there).sum())
+        if rows.size and not self._gather(sequence, first + rows, claims, rows):
+            refused += rows.size
+            rows = rows[:0]
+        self.decider.saved(rows.size, refused)
+
+    def _gather(
+        self, sequence: Sequence, pages: npt.NDArray[np.intp], claims: Plan, rows: npt.NDArray[np.intp]
+    ) -> bool:
+        """Queue a gather for some rows of claims; False: no room for it, the claims are returned."""
+        ticket = self._pool.queue_gather(
+            sequence._block["slot"][pages].astype(np.int64), generation=self._pool.generation
+        )
         if isinstance(ticket, QueueFull):
-            self._return(plan_all, rows)
-            return
-        plan = Plan(batch.pages[rows], plan_all.roles[rows], batch.slots[rows], batch.numbers[rows])
+            self._return(claims, rows)
+            return False
+        plan = Plan(claims.pages[rows], claims.roles[rows], claims.slots[rows], claims.numbers[rows])
         plan.roles[:, POOL_COLUMN] = SOURCE
         plan.slots[:, POOL_COLUMN] = np.arange(rows.size)
         gather = _Gather(ticket, plan)
         with self._landed:
             self._unlanded.append(gather)
         self._gathers.put(gather)
+        return True
 
     def _return(self, plan: Plan, rows: npt.NDArray[np.intp]) -> None:
-        part = Plan(plan.pages[rows], plan.roles[rows], plan.slots[rows], plan.numbers[rows])
-        self.decider.abort_claims(part)
-        self._index.unpin_pages(part.pages)
+        if rows.size:
+            self._give_up(Plan(plan.pages[rows], plan.roles[rows], plan.slots[rows], plan.numbers[rows]))
+
+    def _give_up(self, plan: Plan) -> None:
+        """Return claims in lower tiers and their pins."""
+        self.decider.abort_claims(plan)
+        self._index.unpin_pages(plan.pages)
 
     def block_tables(self, sequences: Seq[Sequence], out: npt.NDArray[np.int32]) -> None:
         """Write each sequence's device slots into a row of `out: int32[n, m]`; the rest of a row is the scratch slot."""
@@ -617,58 +738,60 @@ class Sequences:
             raise StepwellUsageError(
                 f"block tables: need int32[>= {len(sequences)}, m], got {out.dtype}{list(out.shape)}"
             )
+        for sequence in sequences:
+            self._check(sequence)
+            if sequence._page_count > out.shape[1]:
+                raise StepwellUsageError(
+                    f"block tables: {sequence._page_count} pages do not fit rows of {out.shape[1]}"
+                )
         out[:] = self._pool.scratch_slot
         for row, sequence in enumerate(sequences):
-            self._check(sequence)
-            block = sequence._block
-            if len(block) > out.shape[1]:
-                raise StepwellUsageError(f"block tables: {len(block)} pages do not fit rows of {out.shape[1]}")
-            out[row, : len(block)] = block
+            out[row, : sequence._page_count] = sequence._block["slot"]
 
     # ---- the device's step ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[StepHandle]:
         """Lend the pool's arrays to one engine step; the store's half is done on entry."""
+        self._pool.check_owner()
         self._collect()
         try:
             with self._pool.step() as handle:
                 self._collect()
                 yield handle
         finally:
-            if self._pool.is_reset:
-                self._reset()
+            self._notice_reset()
 
     def drain(self) -> None:
         """Do the store's half without a step: for an idle engine, and before it decides what to compute."""
+        self._pool.check_owner()
         self._collect()
         try:
-            while True:
-                done = self._pool.drain()
-                if not done.scatters and not done.gathers:
-                    break
+            self._pool.drain()
+            while self._pool.stats().queued_chunks:
+                self._pool.drain()
         finally:
-            if self._pool.is_reset:
-                self._reset()
+            self._notice_reset()
         self._collect()
 
     def _collect(self) -> None:
         """Move every promotion on."""
-        with self._lock:
-            self._orphans = [p for p in self._orphans if not self._advance_promotion(p)]
-            for sequence in list(self._open):
+        with self.lock:
+            for sequence in self._open:
                 self._advance(sequence)
 
-    def _reset(self) -> None:
-        """Take the pool's loss into the books: device pages are gone, sequences are lost, slots come back once."""
-        with self._lock:
-            for sequence in list(self._open):
-                self._give_back(sequence)
-                sequence._lost = True
-            self._collect()
+    def _notice_reset(self) -> None:
+        """Take the pool's loss into the books, once: device pages are gone, sequences are lost, slots come back."""
+        with self.lock:
+            if self._pool.generation == self._generation:
+                return
+            self._generation = self._pool.generation
+            for sequence in self._open:
+                if sequence._state is not _State.SUSPENDED:
+                    self._give_back(sequence, _State.LOST)
             pages, slots, numbers = self._index.claim_victims(Tier.DEVICE, self._pool.pages)
-            self._index.finish_many(pages, Tier.DEVICE, numbers)
-            self._index.free_slots(Tier.DEVICE, slots)
+            gone = self._index.finish_many(pages, Tier.DEVICE, numbers) == _core.Status.ok.value
+            self._index.free_slots(Tier.DEVICE, slots[gone])
             # Pages of gathers under way are still pinned: their content on the device is gone all the same.
             ids, slots = self._index.pin_resident(Tier.DEVICE, None, self._pool.pages)
             for page, slot in zip(ids.tolist(), slots.tolist(), strict=True):
@@ -679,74 +802,77 @@ class Sequences:
 
     def suspend(self, sequence: Sequence) -> None:
         """Give back the device's half, keep the tokens."""
-        self._check(sequence)
-        with self._lock:
-            self._give_back(sequence)
+        with self.lock:
+            self._check_live(sequence)
+            self._give_back(sequence, _State.SUSPENDED)
 
     def resume(self, sequence: Sequence) -> None:
         """Open again with all tokens so far."""
-        if sequence._closed:
-            raise LeaseClosedError(f"sequence {sequence.request_id or ''} was closed")
-        with self._lock:
-            self._give_back(sequence)
-            sequence._lost = False
-            sequence._epoch = self.decider.epoch
-            self._open.add(sequence)
-            self._look(sequence, first=True)
+        with self.lock:
+            if sequence._state is _State.CLOSED:
+                raise LeaseClosedError(f"sequence {sequence.request_id or ''} was closed")
+            self._give_back(sequence, _State.MATCHED)
+            sequence._epoch_turn = self.decider.epoch_turn
+            sequence._waits = True
+            self._look(sequence, is_first=True)
 
     def close(self, sequence: Sequence) -> None:
         """Return everything once."""
-        with self._lock:
-            if sequence._closed:
-                return
-            sequence._closed = True
-            self._open.discard(sequence)
-            self._give_back(sequence)
+        with self.lock:
+            if sequence._state is not _State.CLOSED:
+                del self._open[sequence]
+                self._give_back(sequence, _State.CLOSED)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self._orphans += sequence._promotions
+    def _give_back(self, sequence: Sequence, state: _State) -> None:
+        """Return all that a sequence holds, and leave it in another state."""
+        sequence._state = state
+        for promotion in sequence._promotions:
+            self._drop(promotion)
         sequence._promotions = []
-        if sequence._claims:
-            ids = np.array([page for page, _ in sequence._claims.values()], dtype=np.uint32)
-            numbers = np.array([number for _, number in sequence._claims.values()], dtype=np.uint32)
-            sequence._claims = {}
-            self._index.abort_many(ids, Tier.DEVICE, numbers)
-        if sequence._private:
-            slots = np.array([sequence._block[page] for page in sorted(sequence._private)], dtype=np.uint32)
-            sequence._private = set()
-            self._index.free_private(Tier.DEVICE, slots)
-        self._unpin(sequence)
+        self._unpin_landed(sequence)
+        block = sequence._block
+        claimed = block[block["hold"] == _CLAIMED]
+        self._abort_claimed(claimed["id"].copy(), claimed["number"].copy())
+        self._index.unpin_pages(block["id"][block["hold"] == _PUBLISHED])
+        self._index.free_private(Tier.DEVICE, block["slot"][block["hold"] == _PRIVATE].astype(np.uint32))
         if sequence._lease is not None:
             sequence._lease.close()
             sequence._lease = None
-        sequence._block = []
-        sequence._ready_pages = sequence._target_pages = sequence._pending_pages = sequence._published = 0
-
-    def _unpin(self, sequence: Sequence) -> None:
-        if sequence._pinned:
-            pinned, sequence._pinned = sequence._pinned, []
-            self._index.unpin_pages(np.array(pinned, dtype=np.uint32))
+        sequence._page_count = 0
+        sequence._ready_pages = sequence._published = 0
+        sequence._stop_waiting()
 
     def _check(self, sequence: Sequence) -> None:
-        if sequence._closed:
+        """Raise unless the sequence is open, here and now."""
+        self._check_live(sequence)
+        if sequence._state is _State.SUSPENDED:
+            raise StepwellUsageError(f"{sequence!r}: resume() it first")
+
+    def _check_live(self, sequence: Sequence) -> None:
+        if sequence._owner is not self:
+            raise StepwellUsageError(f"{sequence!r} is of another store")
+        if sequence._state is _State.CLOSED:
             raise LeaseClosedError(f"sequence {sequence.request_id or ''} was closed")
-        if sequence._lost:
+        if sequence._state is _State.LOST:
             raise DeviceResetError("the device pool was lost in a failed step; resume() or close() the sequence")
 
+    def close_pool(self) -> None:
+        """Fail queued scatters and gathers, and refuse steps from now on.
+
+        Raises: StepwellUsageError inside a step; nothing is changed then.
+        """
+        self._pool.close()
+
     def stop(self) -> None:
-        """Close every sequence, fail queued gathers, end sw-device. Requires: the engine's thread."""
-        with self._lock:
+        """Close every sequence and end sw-device; gathers that were dispatched are with the mover then. Requires: close_pool()."""
+        with self.lock:
             for sequence in list(self._open):
                 self.close(sequence)
-        self._pool.close()
         self._stopping.set()
         self._gathers.put(None)
         self._thread.join()
-        with self._lock:
-            for promotion in self._orphans:
-                if promotion.transfer is not None:
-                    promotion.transfer.wait()
-            self._orphans = [p for p in self._orphans if not self._advance_promotion(p)]
+
+    # ---- landing gathers: the sw-device thread --------------------------------------------------------------------------
 
     def _land_gathers(self) -> None:
         """Wait for gathers in the order of their dispatch and hand them to the mover. The sw-device thread."""
@@ -758,15 +884,15 @@ class Sequences:
             with self._landed:
                 self._unlanded.remove(gather)
                 self._landed.notify_all()
+            del gather  # else its device memory stays until the next one
 
     def _land(self, gather: _Gather) -> None:
         """Wait for one gather and hand it to the mover; where it failed, return its claims."""
         try:
             views = gather.ticket.host_views()
-        except DeviceResetError:
+        except (DeviceResetError, RuntimeError, MemoryError):  # lost, or JAX could not bring the result to the host
             gather.ticket.release()
-            self.decider.abort_claims(gather.plan)
-            self._index.unpin_pages(gather.plan.pages)
+            self._give_up(gather.plan)
             return
         hold = _Hold(gather.ticket)
         first = 0
@@ -790,13 +916,10 @@ class Sequences:
 
     def _submit_gather(self, plan: Plan, view: npt.NDArray[np.uint8], hold: _Hold) -> None:
         pool = lend_canonical(self._shape, view, owner=(view, hold))
-        while True:
-            if self.decider.submit_demotion(plan, pool) is not None:
-                return
-            # The mover's queue is full: it empties without us. At close the pages are given up.
-            if self._stopping.wait(0.005):
-                self.decider.abort_claims(plan)
-                self._index.unpin_pages(plan.pages)
+        while self.decider.submit_demotion(plan, pool) is None:
+            # The mover's queue is full: it empties without us. At close, and where it never will, the pages are given up.
+            if self.decider.is_poisoned or self._stopping.wait(_RETRY_SECONDS):
+                self._give_up(plan)
                 return
 
 

@@ -124,6 +124,7 @@ class PageStore:
         self._fingerprint = geometry.fingerprint()
         self._shape = _core.PageShape(list(geometry.layer_bytes), self._fingerprint)
         self._epoch = epoch_number(config.epoch)
+        self._epoch_turns = 0
         self._index = Index(geometry.page_tokens)
         self._index.set_epoch(self._epoch)
         self._counters = Counters()
@@ -534,10 +535,13 @@ class PageStore:
         Running loads end as misses, queued saves are dropped.
         """
         self._use()
-        self._epoch = epoch_number(epoch)
-        self._index.set_epoch(self._epoch)
+        number = epoch_number(epoch)
+        with self._sequences.lock if self._sequences is not None else contextlib.nullcontext():
+            self._epoch_turns += number != self._epoch
+            self._epoch = number
+            self._index.set_epoch(number)
         for tier in self._tiers.values():
-            tier.set_epoch(self._epoch)
+            tier.set_epoch(number)
         with self._lock:
             running = list(self._watched.values())
         for transfer, _, is_load, _ in running:
@@ -668,6 +672,9 @@ class PageStore:
         """Finish what runs, cancel the rest after config.close_timeout, and give everything back. Idempotent.
 
         Shared and disk pages stay for the next process. Matches may still be closed afterwards.
+
+        Raises:
+            StepwellUsageError: inside a step of the device tier; nothing is changed then.
         """
         if os.getpid() != self._pid:
             self._closed = True
@@ -731,6 +738,8 @@ class PageStore:
         return self._sequences
 
     def _shut(self, timeout: float) -> None:
+        if self._sequences is not None:
+            self._sequences.close_pool()
         self._closed = True
         _OPEN_STORES.discard(self)
         if self._keeper is not None:
@@ -1145,8 +1154,13 @@ class _StoreDecider:
         self._store = weakref.proxy(store)
 
     @property
-    def epoch(self) -> int:
-        return int(self._store._epoch)
+    def epoch_turn(self) -> int:
+        return int(self._store._epoch_turns)
+
+    @property
+    def is_poisoned(self) -> bool:
+        mover = self._store._mover
+        return mover is None or bool(mover.poisoned)
 
     def make_room(self, tier: Tier, pages: int) -> None:
         self._store._make_room(tier, pages)
@@ -1183,6 +1197,9 @@ class _StoreDecider:
     def looked_up(self, match: Match, asked: int) -> None:
         found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
         self._store._counters.looked_up(asked, found, match.miss, match.pending // self._store._page_tokens)
+
+    def saved(self, pages: int, refused: int) -> None:
+        self._store._counters.saved(pages, refused)
 
     def write_through_mask(self) -> int:
         return tier_mask(*(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._store._tiers))

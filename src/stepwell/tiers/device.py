@@ -413,7 +413,7 @@ class DevicePool:
 
         Raises: StepwellUsageError where the pool is not reset; GeometryError.
         """
-        self._check_owner()
+        self.check_owner()
         if not self.is_reset:
             raise StepwellUsageError(
                 f"only a reset pool is renewed; this one is {self._state.value}"
@@ -440,7 +440,8 @@ class DevicePool:
 
     # ---- the inside of a step --------------------------------------------------------------------
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Raise StepwellUsageError unless this thread owns the pool; the first that asks does."""
         current = threading.current_thread()
         with self._lock:
             if self._owner is None or not self._owner.is_alive():
@@ -453,7 +454,7 @@ class DevicePool:
             )
 
     def _enter(self) -> StepHandle:
-        self._check_owner()
+        self.check_owner()
         with self._lock:
             if self._state is _PoolState.STEPPING:
                 raise StalePoolError("a step of this pool is running; steps do not nest")
