@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
 
 from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.index import Tier
+from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
 
 CHAINS, MOST_PAGES = 40, 12
 

@@ -7,7 +7,6 @@ import tomllib
 from typing import Any
 
 import pytest
-from store_kit import GEOMETRY
 
 from stepwell.config import (
     DeviceTier,
@@ -22,6 +21,7 @@ from stepwell.config import (
     volume_bytes,
 )
 from stepwell.errors import BudgetError, GeometryError, StepwellUsageError
+from store_kit import GEOMETRY
 
 MIB, GIB = 1 << 20, 1 << 30
 GEOMETRY_VALUES = {
@@ -61,11 +61,13 @@ def test_what_is_no_size_is_refused_and_named(value: Any) -> None:
         parse_size(value, name="disk.capacity")
 
 
-def test_a_negative_or_endless_size_is_refused() -> None:
+def test_a_negative_size_is_refused() -> None:
     with pytest.raises(StepwellUsageError, match="-5 bytes is negative"):
         parse_size(-5)
-    with pytest.raises(StepwellUsageError, match="not a size|too large"):
-        parse_size("9" * 400 + ".5TiB")
+
+
+def test_a_size_beyond_all_floats_is_still_a_size() -> None:
+    assert parse_size("9" * 400 + "KiB") > 2**1000
 
 
 # Volumes and shares
@@ -102,7 +104,6 @@ def test_a_volume_that_is_empty_or_larger_than_the_capacity_is_refused(size: Any
         ({"copy_threads": 0}, "copy_threads: 0"),
         ({"io_threads": 257}, "io_threads: 257"),
         ({"queue_units": 15}, "queue_units: 15"),
-        ({"inbox": 0}, "inbox: 0"),
         ({"low_watermark": 0.6}, "watermarks"),
         ({"low_watermark": 0.3, "high_watermark": 0.2}, "watermarks"),
         ({"high_watermark": float("nan")}, "watermarks"),
@@ -110,7 +111,6 @@ def test_a_volume_that_is_empty_or_larger_than_the_capacity_is_refused(size: Any
         ({"close_timeout": float("nan")}, "close_timeout"),
         ({"device": DeviceTier(pages=4), "host": None}, "host"),
         ({"copy_threads": "2"}, "copy_threads"),
-        ({"epoch": -1}, "epoch"),
     ],
 )
 def test_a_value_out_of_range_is_refused_and_named(values: dict[str, Any], words: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import Directories
 
 from stepwell import _core
 from stepwell.clock import SystemClock
@@ -16,6 +15,7 @@ from stepwell.tiers.base import PageTier
 from stepwell.tiers.disk import DiskVolumes
 from stepwell.tiers.host import HostSlab
 from stepwell.tiers.shared import SharedVolumes
+from store_kit import Directories
 
 CAPACITY = 256 * 1024
 
@@ -45,9 +45,7 @@ class VolumesContract(TierContract):
 class TestSharedVolumes(VolumesContract):
     def make(self, shape: _core.PageShape) -> PageTier:
         config = SharedTier(CAPACITY, str(self.directories.shared), volume_bytes=CAPACITY)
-        return SharedVolumes(
-            config, shape=shape, fingerprint=self.geometry.fingerprint(), epoch=0, clock=SystemClock()
-        )
+        return SharedVolumes(config, shape=shape, fingerprint=self.geometry.fingerprint(), epoch=0, clock=SystemClock())
 
     def spoil(self, page: np.ndarray) -> None:
         [path] = self.directories.volumes("vol")
@@ -57,9 +55,7 @@ class TestSharedVolumes(VolumesContract):
 class TestDiskVolumes(VolumesContract):
     def make(self, shape: _core.PageShape) -> PageTier:
         config = DiskTier(CAPACITY, str(self.directories.disk), volume_bytes=CAPACITY)
-        return DiskVolumes(
-            config, shape=shape, fingerprint=self.geometry.fingerprint(), epoch=0, clock=SystemClock()
-        )
+        return DiskVolumes(config, shape=shape, fingerprint=self.geometry.fingerprint(), epoch=0, clock=SystemClock())
 
     def spoil(self, page: np.ndarray) -> None:
         [path] = self.directories.volumes("pages")

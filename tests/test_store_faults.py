@@ -12,12 +12,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain, stamps
 
 from stepwell.clock import ManualClock
 from stepwell.errors import ForkedError, StepwellError
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each, inject, resume, wait_paused
+from store_kit import (
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    VOLUME_BYTES,
+    Directories,
+    Rig,
+    assert_unpinned,
+    assert_whole,
+    chain,
+    stamps,
+)
 
 OpenRig = Callable[..., Rig]
 BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
@@ -406,10 +416,10 @@ def test_a_bug_in_a_worker_makes_the_store_miss_and_say_so(open_rig: OpenRig) ->
 
 def run_script(text: str, directories: Directories, *, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     head = (
-        "import sys; sys.path.insert(0, {!r})\nfrom pathlib import Path\nfrom store_kit import *\n"
-        "directories = Directories(Path({!r}), Path({!r}))\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\nfrom store_kit import *\n"
+        f"directories = Directories(Path({str(directories.shared)!r}), Path({str(directories.disk)!r}))\n"
         "rig = Rig(directories.config(shared=VOLUME_BYTES, disk=VOLUME_BYTES), keeper=True)\n"
-    ).format(str(Path(__file__).parent), str(directories.shared), str(directories.disk))
+    )
     return subprocess.run(
         [sys.executable, "-X", "dev", "-c", head + text], capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -526,9 +536,7 @@ def test_opening_and_closing_200_times_leaks_nothing(open_rig: OpenRig, director
     assert [name for name in directories.names() if name.startswith(("p-", "t-", "x-"))] == []
 
 
-def test_a_store_that_is_dropped_without_close_gives_everything_back(
-    directories: Directories, no_leaks: None
-) -> None:
+def test_a_store_that_is_dropped_without_close_gives_everything_back(directories: Directories, no_leaks: None) -> None:
     rig = Rig(directories.config(**BOTH), keeper=True)
     rig.save(chain(1, 4))
     del rig

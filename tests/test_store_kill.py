@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from store_child import CHAINS, MOST_PAGES, kill_config
 from store_kit import Directories, Rig, chain
 
