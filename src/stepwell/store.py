@@ -293,6 +293,8 @@ class PageStore:
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
         self._check_target(into)
+        if not match.is_of(self._index):
+            raise StepwellUsageError("the match is of another store")
         ids, tiers, slots = match.locations()
         if len(into) != ids.size:
             raise GeometryError(f"the match has {ids.size} pages, the target names {len(into)} slots")

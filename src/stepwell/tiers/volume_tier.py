@@ -199,6 +199,9 @@ class VolumeTier:
                 held.pages.detach() if held.pages is not None else -1,
                 held.direct_io,
             )
+        except OSError as error:
+            self._directory.give_back(held)
+            raise self._io_error(held, error) from error
         except RuntimeError as error:
             # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the volume's, and given back it
             # would be the next that grow() takes, for ever.
@@ -226,10 +229,14 @@ class VolumeTier:
             self._set.remove(number)
             del member, volume  # and its mapping: nothing of it is left when its lock goes
             self._directory.give_back(held)
-            raise TierIOError(f"{self._tier.name.lower()} volume {held.volume_id} cannot be read: {error}") from error
+            raise self._io_error(held, error) from error
         self._members[number] = member
         self._after_attach(member)
         return found
+
+    def _io_error(self, held: HeldVolume, error: OSError) -> TierIOError:
+        what = f"{self._tier.name.lower()} tier: volume {held.volume_id} cannot be opened: {error.strerror or error}"
+        return TierIOError(error.errno, what, self._directory.path)
 
     def _detach(self, number: int) -> None:
         """Take a volume out of use: who holds no Member of it any more holds no mapping."""
