@@ -38,8 +38,8 @@ from stepwell.sequence import Sequence
 from stepwell.store import PageStore
 from stepwell.testing.stepped import SteppedMover
 
-SEEDS = 12
-OPERATIONS = 120
+SEEDS = 16
+OPERATIONS = 150
 NAMESPACES = (None, Namespace(adapter="other"))
 
 

@@ -807,7 +807,7 @@ class Sequences:
             for page, slot in zip(ids.tolist(), slots.tolist(), strict=True):
                 self._index.quarantine(page, Tier.DEVICE, slot)
             self._index.unpin_pages(ids)
-            self._is_mending = bool(ids.size)
+            self._is_mending |= bool(ids.size)
 
     # ---- ending -------------------------------------------------------------------------------------------------------
 
