@@ -38,8 +38,8 @@ from stepwell.sequence import Sequence
 from stepwell.store import PageStore
 from stepwell.testing.stepped import SteppedMover
 
-SEEDS = 16
-OPERATIONS = 150
+SEEDS = 100
+OPERATIONS = 300
 NAMESPACES = (None, Namespace(adapter="other"))
 
 
@@ -84,10 +84,10 @@ class Machine:
         return stamps(tokens, (seed or b"") + epoch.to_bytes(8, "little"))
 
     def run(self, operations: int) -> None:
-        weighted: list[tuple[int, Callable[[], Any]]] = [
-            (10, self.open), (8, self.promote), (2, self.give_up), (12, self.extend), (12, self.step), (2, self.fail_step),
-            (10, self.publish), (6, self.append), (4, self.suspend), (6, self.resume), (5, self.close), (5, self.evict),
-            (6, self.drain), (14, self.move), (3, self.tick), (1, self.change_epoch), (2, self.damage),
+        weighted: list[tuple[float, Callable[[], Any]]] = [
+            (12, self.open), (8, self.promote), (2, self.give_up), (10, self.extend), (10, self.step), (0.5, self.fail_step),
+            (10, self.publish), (5, self.append), (3, self.suspend), (6, self.resume), (9, self.close), (6, self.evict),
+            (6, self.drain), (10, self.move), (3, self.tick), (0.5, self.change_epoch), (2, self.damage), (14, self.serve),
         ]  # fmt: skip
         weights = [weight for weight, _ in weighted]
         for _ in range(operations):
@@ -108,9 +108,9 @@ class Machine:
     def open(self) -> None:
         if len(self.live) >= 6:
             return
-        length = self.random.randint(1, 44)
-        tokens = prompt(self.random.randint(1, 2), length)
-        if self.random.random() < 0.4:
+        length = self.random.randint(1, 30)
+        tokens = prompt(self.random.randint(1, 3), length)
+        if self.random.random() < 0.3:
             branch = self.random.randint(0, length)
             tokens[branch:] = prompt(self.random.randint(3, 4), length - branch)
         namespace = self.random.choice(NAMESPACES)
@@ -127,9 +127,9 @@ class Machine:
             m.sequence.compute()
             assert m.sequence.pending == 0
 
-    def extend(self) -> None:
-        chosen = [m for m in self.live if self.usable(m) and self.random.random() < 0.6]
-        upto = [self.random.randint(1, len(m.tokens) + 3) for m in chosen]
+    def extend(self, only: Modelled | None = None) -> None:
+        chosen = [only] if only else [m for m in self.live if self.usable(m) and self.random.random() < 0.4]
+        upto = [self.random.choice((len(m.tokens), self.random.randint(1, len(m.tokens) + 3))) for m in chosen]
         blocked = [
             bool(m.sequence._promotions) and -(-n // PAGE_TOKENS) > m.sequence._page_count
             for m, n in zip(chosen, upto, strict=True)
@@ -152,17 +152,17 @@ class Machine:
                 m.expected = list(self.stamps(m.array()[:ready], m.seed, m.epoch))
                 assert sum(m.sequence.reused.values()) == ready
 
-    def step(self, *, fail: bool = False) -> None:
+    def step(self) -> None:
         if self.store.device.is_reset:
             return
         plan: dict[Sequence, tuple[int, list[Values]]] = {}
         for m in self.live:
-            if not (self.usable(m) and m.is_computing) or self.random.random() < 0.3:
+            if not (self.usable(m) and m.is_computing) or self.random.random() < 0.2:
                 continue
             most = min(m.sequence._page_count * PAGE_TOKENS, len(m.tokens))
             if m.computed >= most:
                 continue
-            upto = self.random.randint(m.computed + 1, most)
+            upto = self.random.choice((most, most, self.random.randint(m.computed + 1, most)))
             first = m.computed // PAGE_TOKENS
             fresh = self.stamps(m.array()[:upto], m.seed, self.epoch)  # with the weights of now
             rest = m.computed % PAGE_TOKENS
@@ -178,7 +178,7 @@ class Machine:
         for sequence, (first, rows) in plan.items():
             slots += self.engine.block(sequence)[first : first + len(rows)].tolist()
             pages += rows
-        self.engine.write(slots, pages, fail=fail)
+        self.engine.write(slots, pages)
         self.landed()
 
     def fail_step(self) -> None:
@@ -232,8 +232,22 @@ class Machine:
             self.random.choice((m.sequence.close, m.sequence.abort))()
             self.live.remove(m)
 
+    def serve(self) -> None:
+        """Bring one sequence as far as it gets."""
+        if m := self.pick(self.usable):
+            for _ in range(20):
+                self.mover.run_until_idle()
+                self.drain()
+                m.sequence.promote()
+                if not m.sequence.loading or m.sequence.stalled:
+                    break
+            if self.usable(m):
+                self.extend(m)
+                self.step()
+                self.publish()
+
     def evict(self) -> None:
-        self.store.evict(self.random.choice(list(Tier)), self.random.choice((1, 3, 100)))
+        self.store.evict(self.random.choice(list(Tier)), self.random.choice((1, 3, 3, 100)))
 
     def drain(self) -> None:
         if self.store.device.is_reset:
@@ -341,7 +355,7 @@ def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     monkeypatch.setattr(_core, "Mover", threadless)
     monkeypatch.setattr(Keeper, "start", lambda self: None)
-    sizes = config(directories, device=16, host=6, shared=1, disk=1)
+    sizes = config(directories, device=20, host=6, shared=1, disk=1)
     with PageStore(sizes) as store:
         yield store
 
