@@ -91,7 +91,7 @@ def rounds_of(store: PageStore, options: argparse.Namespace, directory: Path) ->
         while not saved.transfer.source_released:  # in shared memory: the first of the two stages
             saved.transfer.wait(0.0005)
         note("pool -> shared", time.perf_counter() - start)
-        note("shared -> disk", timed(lambda: saved.transfer.wait() and None))
+        note("shared -> disk", timed(saved.transfer.wait))
         assert saved.transfer.ok.all()
         note("shared -> pool", timed(lambda: load(Tier.SHARED)))
         assert store.evict(Tier.SHARED, count) == count

@@ -237,6 +237,15 @@ class Index::Impl {
     old = page;
   }
 
+  // A page of another epoch stays among those that leave first.
+  void touch_old(PageId page, int tier) {
+    PageId& old = last_old[at(tier)];
+    if (page == old) return;
+    ranks[at(tier)].leave(page);
+    ranks[at(tier)].enter_above(page, old);
+    old = page;
+  }
+
   void log_touch(PageId end, uint64_t path_pages) {
     if (!touches.empty() && touches.back() == end) return;
     if (touches.size() >= kLogEntries || touched_pages >= kLogPages) apply_touches();
@@ -247,11 +256,15 @@ class Index::Impl {
   // From tail to head, so that an ancestor ends above its descendants.
   void apply_touches() {
     for (const PageId end : touches) {
-      if (pages.epoch(end) != epoch) continue;
       for (PageId page = end; page != kNoPage; page = pages.parent(page)) {
         const uint32_t packed = pages.residency(page);
         for (int tier = 0; tier < kTiers; ++tier) {
-          if (((packed >> (8 * tier)) & 0xff) == static_cast<uint32_t>(Residency::kResident)) ranks[at(tier)].touch(page);
+          if (((packed >> (8 * tier)) & 0xff) != static_cast<uint32_t>(Residency::kResident)) continue;
+          if (pages.epoch(page) == epoch) [[likely]] {
+            ranks[at(tier)].touch(page);
+          } else {
+            touch_old(page, tier);
+          }
         }
       }
     }
@@ -1590,6 +1603,14 @@ TierCounts Index::counts(Tier tier) const {
 uint64_t Index::claimable(Tier tier) const {
   return impl_->locked([&] { return impl_->slots[at(tier)].claimable(); });
 }
+
+void Index::prepare(uint32_t pages) {
+  while (impl_->locked([&] { return impl_->pages.free_records() < pages; })) {
+    std::unique_ptr<PageBlock> block = PageTable::make_block(page_tokens());
+    impl_->locked([&] { impl_->pages.add_block(std::move(block)); });
+  }
+}
+
 uint64_t Index::pages() const {
   return impl_->locked([&] { return impl_->pages.size(); });
 }

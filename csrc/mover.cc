@@ -422,8 +422,12 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
       } else {
         crc = crc32c_copy(crc, to, from, bytes);
       }
-      if (status == Status::kOk && crc != source->bytes.checksums[layer]) {
-        fail_source(transfer, page, source->column, Status::kChecksum);
+      if (status == Status::kOk && crc != source->bytes.checksums[layer]) status = Status::kChecksum;
+      uint32_t unused = 0;
+      const bool source_is_gone = status == Status::kBusFault && source->bytes.guarded &&
+                                  guard::checksum(from, bytes, &unused) == Status::kBusFault;
+      if (status == Status::kChecksum || source_is_gone) {
+        fail_source(transfer, page, source->column, status);
         return false;
       }
     }
@@ -481,7 +485,7 @@ bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& sour
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
-    if (status == Status::kChecksum) {
+    if (status == Status::kChecksum || status == Status::kBusFault) {  // the pool is private: a fault is the source's
       fail_source(transfer, page, source.column, status);
       return false;
     }
@@ -546,7 +550,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     std::erase_if(pages, [&](const LayeredPage& page) {
       const uint32_t expected = checksums[page.first_checksum + layer];
       const Status status = land_layer(transfer, page.index, layer, page.seed, page.source.bytes, expected);
-      if (status == Status::kChecksum) {
+      if (status == Status::kChecksum || status == Status::kBusFault) {
         fail_source(transfer, page.index, page.source.column, status);
       } else if (status != Status::kOk) {
         fail(transfer, page.index, kPoolColumn, status);
@@ -572,17 +576,21 @@ void Mover::Impl::fail(Transfer& transfer, uint32_t page, int column, Status sta
   if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = status;
 }
 
-// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so.
+// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so; one that cannot be read
+// must not be offered again either: a lookup that said hit would loop.
 void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Status status) {
   PageProgress& progress = transfer.progress_->pages[page];
   count(status);
-  if (status == Status::kChecksum || status == Status::kStale) {
+  const bool is_wrong = status == Status::kChecksum || status == Status::kStale;
+  if (is_wrong) {
     checksum_failures.fetch_add(1, std::memory_order_relaxed);
+    status = Status::kChecksum;
+  }
+  if (is_wrong || status == Status::kIOError || status == Status::kBusFault) {
     const PageCopy& copy = transfer.spec_.pages[page];
     // A LEAVING source is kept by it first: nothing is left to settle.
     if (copy.roles[static_cast<size_t>(column)] == Role::kSource) progress.source_settled = true;
     index->quarantine(copy.page, tier_of(column), copy.slots[static_cast<size_t>(column)]);
-    status = Status::kChecksum;
   }
   if (progress.failure == Status::kOk) progress.failure = status;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "status.h"
 
@@ -48,7 +49,7 @@ void IdTable::reserve(uint64_t count) {
 }
 
 void IdTable::rehash(size_t capacity) {
-  std::vector<Entry> old(capacity, Entry{0, kNone});
+  Entries old(capacity, Entry{0, kNone});
   old.swap(entries_);
   for (const Entry& entry : old) {
     if (entry.id == kNone) continue;
@@ -80,20 +81,24 @@ PageId PageTable::find(const uint8_t* key, uint8_t length, uint8_t kind, uint64_
 }
 
 void PageTable::seek(uint32_t want) {
-  while (ids_.free() < want) add_block();
+  while (ids_.free() < want) add_block(make_block(page_tokens_));
   ids_.seek(want);
 }
 
-void PageTable::add_block() {
-  blocks_.push_back(std::make_unique_for_overwrite<PageBlock>());
-  blocks_.back()->key_length.fill(0);
-  for (auto& numbers : blocks_.back()->number) numbers.fill(0);
+std::unique_ptr<PageBlock> PageTable::make_block(uint32_t page_tokens) {
+  auto records = std::make_unique<PageBlock>();  // zeroed: key_length 0 is no record, and numbers start at 0
+  records->tokens = std::make_unique<int32_t[]>(static_cast<size_t>(kPageBlock) * page_tokens);
+  return records;
+}
+
+void PageTable::add_block(std::unique_ptr<PageBlock> block) {
+  blocks_.push_back(std::move(block));
   ids_.grow(kPageBlock);
 }
 
 PageId PageTable::create(const Key& key, uint8_t kind, uint64_t epoch) {
   STEPWELL_ASSERT(key.length > 0 && key.length <= kMaxKeyBytes);
-  if (ids_.free() == 0) add_block();
+  if (ids_.free() == 0) add_block(make_block(page_tokens_));
   const PageId page = ids_.take();
   PageBlock& records = block(page);
   const uint32_t i = index(page);
@@ -138,9 +143,6 @@ Key PageTable::key(PageId page) const {
 
 void PageTable::set_tokens(PageId page, const int32_t* tokens) {
   PageBlock& records = block(page);
-  if (records.tokens == nullptr) {
-    records.tokens = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(kPageBlock) * page_tokens_);
-  }
   std::memcpy(records.tokens.get() + static_cast<size_t>(index(page)) * page_tokens_, tokens,
               static_cast<size_t>(page_tokens_) * sizeof(int32_t));
 }
@@ -148,9 +150,8 @@ void PageTable::set_tokens(PageId page, const int32_t* tokens) {
 uint64_t PageTable::bytes() const noexcept {
   uint64_t total = ids_by_key_.bytes() + ids_.size() / 8;
   for (const auto& records : blocks_) {
-    total += sizeof(PageBlock);
+    total += sizeof(PageBlock) + static_cast<uint64_t>(kPageBlock) * page_tokens_ * sizeof(int32_t);
     if (records->key_tail != nullptr) total += sizeof(*records->key_tail);
-    if (records->tokens != nullptr) total += static_cast<uint64_t>(kPageBlock) * page_tokens_ * sizeof(int32_t);
   }
   return total;
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "geometry.h"
+#include "huge.h"
 #include "residency.h"
 #include "slots.h"
 
@@ -50,7 +51,8 @@ class IdTable {
   size_t locate(uint32_t hash, uint32_t id) const;
   void rehash(size_t capacity);
 
-  std::vector<Entry> entries_;
+  using Entries = std::vector<Entry, HugeAllocator<Entry>>;
+  Entries entries_;
   uint64_t size_ = 0;
 };
 
@@ -76,7 +78,7 @@ struct PageBlock {
   Column<ParentState> parent_state;
   Column<uint8_t> handed_out;                     // bit t: quarantined there and handed out, or not mendable
   std::unique_ptr<Column<std::array<uint8_t, 32>>> key_tail;  // where a key of the block is longer than 32 bytes
-  std::unique_ptr<int32_t[]> tokens;              // page_tokens a page; where a page of the block lies in the tree
+  std::unique_ptr<int32_t[]> tokens;              // page_tokens a page
 };
 
 class PageTable {
@@ -90,6 +92,10 @@ class PageTable {
   void prefetch(const Key& key, uint8_t kind, uint64_t epoch) const noexcept {
     ids_by_key_.prefetch(hash(key.bytes.data(), key.length, kind, epoch));
   }
+  // A block of records whose memory has been touched, tokens included. Touches nothing of the table: needs no lock.
+  static std::unique_ptr<PageBlock> make_block(uint32_t page_tokens);
+  void add_block(std::unique_ptr<PageBlock> block);
+  uint32_t free_records() const noexcept { return ids_.free(); }
   // The records made next should get contiguous ids.
   void seek(uint32_t want);
   // A record with no residency, no parent known, no depth, outside the tree. REQUIRES find() == none.
@@ -141,7 +147,6 @@ class PageTable {
   uint64_t bytes() const noexcept;
 
  private:
-  void add_block();
   static uint32_t hash(const uint8_t* key, uint8_t length, uint8_t kind, uint64_t epoch) noexcept;
 
   uint32_t page_tokens_;

@@ -78,11 +78,17 @@ class Rig:
     """A store and a pool of the caller's beside it.
 
     Invariant: what `save` writes is what `stamps` says, and `load` fails a test that is served anything else.
+    The keeper's thread is ended unless `keeper` is given: then its rounds come only from `round`.
     """
 
-    def __init__(self, config: StoreConfig, *, slots: int = 256, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: StoreConfig, *, slots: int = 256, clock: Clock | None = None, keeper: bool = False
+    ) -> None:
         self.rows = np.zeros((slots, PAGE_BYTES), np.uint8)
         self.store = PageStore(config, clock=clock)
+        if not keeper:
+            assert self.store._keeper is not None
+            self.store._keeper.stop()
         shape = (slots, GEOMETRY.layers, 2, PAGE_TOKENS, GEOMETRY.kv_heads, GEOMETRY.head_dim)
         self.pool = self.store.lend(self.rows.reshape(shape), axes=AXES)
 
@@ -108,6 +114,10 @@ class Rig:
         ok = np.flatnonzero(transfer.ok)
         assert np.array_equal(self.rows[ok], stamps(tokens, namespace)[ok]), "wrong bytes were served"
         return transfer.ok_pages
+
+    def round(self) -> None:
+        """Do one round of the keeper's, here and now."""
+        self.store._tick()
 
     def pages(self, tier: Tier) -> int:
         """Return how many pages are resident in a tier."""

@@ -1,4 +1,4 @@
-"""The index against its specification, `stepwell.testing.model`: after every step the two say the same."""
+"""The index against its specification, `stepwell.testing.model`: they agree after every step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Pair:
 
         return of
 
-    def check_claim(self, batch: _core.ClaimBatch, expected: m.Claimed, *, is_pinning: bool) -> None:
+    def check_claim(
+        self, batch: _core.ClaimBatch, expected: m.Claimed, *, is_pinning: bool
+    ) -> None:
         assert batch.outcomes.tolist() == expected.outcomes
         assert batch.full_at == expected.full_at
         for row, outcomes in enumerate(expected.outcomes):
@@ -161,9 +163,7 @@ class Pair:
         keys, kind, state, parent = self.some_keys(choose)
         tiers = choose(16)
         batch = self.index.claim_absent_keys(key_array(keys), kind, state, parent, tiers)
-        expected = self.model.claim_absent_keys(
-            keys, kind, state, parent, tiers, self.grant(batch)
-        )
+        expected = self.model.claim_absent_keys(keys, kind, state, parent, tiers, self.grant(batch))
         self.check_claim(batch, expected, is_pinning=True)
 
     def claim_leased(self, choose: Choose) -> None:
@@ -179,7 +179,9 @@ class Pair:
         if not self.claims:
             return
         page, tier, number = self.claims[-1 - choose(min(8, len(self.claims)))]
-        verb = ("commit", "commit", "commit", "abort", "finish", "finish", "keep", "mend")[choose(8)]
+        verb = ("commit", "commit", "commit", "abort", "finish", "finish", "keep", "mend")[
+            choose(8)
+        ]
         if verb == "mend":
             mended = choose(4) > 0
             want = self.model.mend(page, tier, number, mended=mended)
@@ -269,7 +271,9 @@ class Pair:
             if page.id is None:
                 return
             slot = page.slot[tier]
-            assert self.index.quarantine(page.id, tier, slot) == self.model.quarantine(page.name, tier)
+            assert self.index.quarantine(page.id, tier, slot) == self.model.quarantine(
+                page.name, tier
+            )
             assert not self.index.quarantine(page.id, tier, slot)
 
     def hand_out(self, choose: Choose) -> None:
@@ -361,7 +365,8 @@ class Pair:
         for lease, held in self.model.leases.items():
             pages, tiers, slots = self.index.lease_pages(lease, 0, 100)
             assert [
-                (self.name_of(int(page)), int(tier)) for page, tier in zip(pages, tiers, strict=True)
+                (self.name_of(int(page)), int(tier))
+                for page, tier in zip(pages, tiers, strict=True)
             ] == held.pins
             assert slots.tolist() == [self.model.pages[name].slot[t] for name, t in held.pins]
 

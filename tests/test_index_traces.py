@@ -1,4 +1,4 @@
-"""Replays of public traces: with room for everything, the hits are those of the trace, no more and no less."""
+"""Replays of public traces: with room for everything, the hits are those of the trace."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_unlimited_tier_hits_what_the_trace_repeats(name: str, hits: int) -> Non
         found += match.pages
         accesses += len(ids)
         if match.pages < len(ids):
-            batch = index.claim_absent(
-                space, ids, keys_of(ids), match.pages, len(ids), 1 << HOST
-            )
+            batch = index.claim_absent(space, ids, keys_of(ids), match.pages, len(ids), 1 << HOST)
             assert batch.full_at == 0xFFFFFFFF
             new = batch.outcomes[:, HOST] == 1
             pages = batch.pages[new]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import Directories
 
 from stepwell.config import SharedTier, StoreConfig
 from stepwell.geometry import PageGeometry
 from stepwell.store import PageStore
+from store_kit import Directories
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 PAGE_BYTES = 64

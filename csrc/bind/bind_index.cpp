@@ -458,6 +458,7 @@ void bind_index(nb::module_& module) {
              return out;
            },
            nb::arg("tier"))
+      .def("prepare", &Index::prepare, nb::arg("pages"), Release(), "Make room for records ahead of need.")
       .def("pages", &Index::pages)
       .def("nodes", &Index::nodes)
       .def("leases", &Index::leases)

@@ -2,11 +2,12 @@
 
     import stepwell as sw
 
-    store = sw.PageStore(sw.StoreConfig(geometry=sw.PageGeometry(...), host="2GiB", disk=sw.DiskTier("200GiB", "/var/cache/kv")))
-    pool = store.lend(array)
-    store.save(tokens, source=pool[slots])
-    with store.match(tokens) as match:
-        store.load(match, into=pool[slots]).wait()
+    config = sw.StoreConfig(geometry=sw.PageGeometry(...), host="2GiB", disk=sw.DiskTier("200GiB", "/var/cache/kv"))
+    with sw.PageStore(config) as store:
+        pool = store.lend(array)
+        store.save(tokens, source=pool[slots])
+        with store.match(tokens) as match:
+            store.load(match, into=pool[slots]).wait()
 
 These names are the public face; everything else may change. Each is imported when it is first used (PEP 562), so that
 `import stepwell` costs nothing, and jax is loaded only by who uses the managed device tier.

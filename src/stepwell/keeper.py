@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 from stepwell.errors import StepwellError
@@ -17,14 +18,14 @@ INTERVAL = 0.25
 
 
 class Keeper:
-    """Call `tick` from one thread until stopped.
+    """Call `tick`, a bound method, from one thread until stopped.
 
     Invariant: never two ticks at once; a tick that raises StepwellError or OSError is logged (once for each message) and
-    the next one runs.
+    the next one runs. The thread does not keep the method's owner alive: it ends when that has gone.
     """
 
     def __init__(self, tick: Callable[[], None], *, interval: float = INTERVAL) -> None:
-        self._tick = tick
+        self._tick = weakref.WeakMethod(tick)
         self._interval = interval
         self._wanted = threading.Event()
         self._stopping = False
@@ -50,12 +51,14 @@ class Keeper:
         while not self._stopping:
             self._wanted.wait(self._interval)
             self._wanted.clear()
-            if self._stopping:
+            tick = self._tick()
+            if self._stopping or tick is None:
                 return
             try:
-                self._tick()
+                tick()
             except (StepwellError, OSError) as error:
                 text = f"{type(error).__name__}: {error}"
                 if text not in self._said and len(self._said) < 256:
                     self._said.add(text)
                     _LOG.warning("background round: %s", text)
+            del tick  # while this thread waits, the owner may go

@@ -19,10 +19,13 @@ class Match:
     Threads: any one at a time. Ends by close(), by leaving the `with` block, or when it is dropped.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_index", "_page_tokens", "_result")
+    __slots__ = ("__weakref__", "_closed", "_epoch", "_index", "_page_tokens", "_result")
 
-    def __init__(self, index: Index, result: MatchResult, page_tokens: int) -> None:
+    def __init__(
+        self, index: Index, result: MatchResult, page_tokens: int, *, epoch: int | None = None
+    ) -> None:
         self._index = index
+        self._epoch = index.epoch if epoch is None else epoch
         self._result = result
         self._page_tokens = page_tokens
         self._closed = False
@@ -59,6 +62,11 @@ class Match:
     def miss(self) -> Miss:
         """Why the prefix ends where it does; NONE if it covers all whole pages."""
         return Miss(self._result.miss)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that its pages were found under."""
+        return self._epoch
 
     @property
     def closed(self) -> bool:

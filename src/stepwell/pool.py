@@ -59,12 +59,26 @@ class LentPool:
     Threads: any; it is immutable.
     """
 
-    __slots__ = ("_core_pool", "_owner", "_slots")
+    __slots__ = ("_core_pool", "_fingerprint", "_owner", "_slots", "_writable")
 
-    def __init__(self, core_pool: _core.Pool, owner: object, slots: int) -> None:
+    def __init__(
+        self, core_pool: _core.Pool, owner: object, slots: int, *, fingerprint: bytes, writable: bool
+    ) -> None:
         self._core_pool = core_pool
         self._owner = owner
         self._slots = slots
+        self._fingerprint = fingerprint
+        self._writable = writable
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Fingerprint of the geometry that the memory was checked against."""
+        return self._fingerprint
+
+    @property
+    def writable(self) -> bool:
+        """Whether pages can be loaded into it."""
+        return self._writable
 
     @property
     def slots(self) -> int:
@@ -150,6 +164,8 @@ def lend(
     if isinstance(source, PoolPointers):
         return _from_pointers(geometry, shape, source)
     arrays = [_view(array) for array in _each(source)]
+    if not arrays:
+        raise GeometryError(f"no arrays were given for {geometry.layers} layers of {geometry.streams} streams")
     if geometry.is_opaque:
         return _lend_opaque(geometry, shape, arrays, source)
     views = list(_streams(geometry, arrays, axes))
@@ -172,6 +188,7 @@ def lend(
         if view.strides[3] != view.dtype.itemsize:
             raise GeometryError(f"layer {layer} stream {stream}: the values of a head are not contiguous")
     as_ints = np.array([v.strides for v in views], dtype=np.int64)
+    writable = all(v.flags.writeable for v in views)
     core = _core.Pool(
         shape,
         streams,
@@ -183,9 +200,9 @@ def lend(
         inner_count=np.array([v.shape[2] for v in views], dtype=np.uint32),
         piece_bytes=np.array([v.shape[3] * v.dtype.itemsize for v in views], dtype=np.uint64),
         slots=slots,
-        writable=all(v.flags.writeable for v in views),
+        writable=writable,
     )
-    return LentPool(core, (source, arrays), slots)
+    return LentPool(core, (source, arrays), slots, fingerprint=shape.fingerprint, writable=writable)
 
 
 def _view(array: PoolArray) -> npt.NDArray[np.generic]:
@@ -268,6 +285,7 @@ def _lend_opaque(
             f"a row of the pool is {row} bytes{'' if row != geometry.page_bytes else ', not contiguous'}, "
             f"the geometry's page is {geometry.page_bytes} contiguous bytes"
         )
+    writable = bool(array.flags.writeable)
     pieces = np.array(geometry.layer_bytes, dtype=np.uint64)
     base = np.uint64(array.ctypes.data) + np.concatenate([[0], np.cumsum(pieces)[:-1]]).astype(np.uint64)
     ones = np.ones(len(pieces), dtype=np.uint32)
@@ -283,9 +301,9 @@ def _lend_opaque(
         inner_count=ones,
         piece_bytes=pieces,
         slots=array.shape[0],
-        writable=bool(array.flags.writeable),
+        writable=writable,
     )
-    return LentPool(core, (source, array), array.shape[0])
+    return LentPool(core, (source, array), array.shape[0], fingerprint=shape.fingerprint, writable=writable)
 
 
 def _from_pointers(geometry: PageGeometry, shape: _core.PageShape, given: PoolPointers) -> LentPool:
@@ -315,13 +333,14 @@ def _from_pointers(geometry: PageGeometry, shape: _core.PageShape, given: PoolPo
         slots=given.slots,
         writable=given.writable,
     )
-    return LentPool(core, given.owner, given.slots)
+    return LentPool(core, given.owner, given.slots, fingerprint=shape.fingerprint, writable=given.writable)
 
 
 def lend_canonical(
     shape: _core.PageShape, rows: npt.NDArray[np.uint8], *, owner: object = None
 ) -> LentPool:
     """Describe rows of canonical page bytes, uint8[n, page_bytes], as a pool."""
+    writable = bool(rows.flags.writeable)
     sizes = np.array(shape.layer_bytes, dtype=np.uint64)
     offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64)
     zeros = np.zeros(sizes.size, dtype=np.int64)
@@ -337,6 +356,6 @@ def lend_canonical(
         inner_count=ones,
         piece_bytes=sizes,
         slots=rows.shape[0],
-        writable=bool(rows.flags.writeable),
+        writable=writable,
     )
-    return LentPool(core, (rows, owner), rows.shape[0])
+    return LentPool(core, (rows, owner), rows.shape[0], fingerprint=shape.fingerprint, writable=writable)

@@ -32,7 +32,7 @@ from stepwell.errors import (
     StepwellUsageError,
     StoreClosedError,
 )
-from stepwell.hashing import Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
+from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
 from stepwell.index import ClaimOutcome, Index, Residency, Tier, tier_mask
 from stepwell.keeper import Keeper
 from stepwell.lease import Match
@@ -112,6 +112,7 @@ class PageStore:
     """
 
     def __init__(self, config: StoreConfig, *, clock: Clock | None = None) -> None:
+        self._keeper: Keeper | None = None  # last to come: with it the store is open
         self._config = config.checked()
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._pid = os.getpid()
@@ -129,12 +130,11 @@ class PageStore:
         self._counters = Counters()
         self._namespaces: dict[bytes | None, int] = {}
         self._tags = itertools.count(1)
-        self._watched: dict[int, tuple[Transfer, _core.Transfer, bool]] = {}
+        self._watched: dict[int, tuple[Transfer, _core.Transfer, bool, int]] = {}
         self._leases: list[tuple[float, Match]] = []
         _core.guard_install()
         self._tiers: dict[Tier, PageTier] = {}
         self._mover: _core.Mover | None = None
-        self._keeper: Keeper | None = None
         self._sequences: Sequences | None = None
         self._device: ManagedDevice | None = None
         try:
@@ -196,6 +196,7 @@ class PageStore:
         mover = self._use()
         checked = as_tokens(tokens)
         pages = checked.size // self._page_tokens
+        self._check_slice("source", source)
         if len(source) != pages:
             raise GeometryError(
                 f"{checked.size} tokens are {pages} whole pages of {self._page_tokens} tokens, "
@@ -226,8 +227,10 @@ class PageStore:
         if transfer is None:
             refused, saved = refused + saved, 0
             transfer = Transfer(None, self._clock, pages=0)
-        if refused:
-            full = self._full(targets[0], refused)
+        for tier in targets:
+            lacking = refused + int((outcomes[:looked_at, tier] == _FULL).sum())
+            if full is None and lacking:
+                full = self._full(tier, lacking)
         self._counters.saved(saved, refused)
         return SaveResult(saved, present, pending, refused, transfer, full)
 
@@ -249,8 +252,9 @@ class PageStore:
         self._use()
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
+        epoch = self._epoch  # before the pages are looked up: a match is never taken for one of a later epoch
         result = self._index.match_and_pin(name_space, checked, self._readable())
-        match = Match(self._index, result, self._page_tokens)
+        match = Match(self._index, result, self._page_tokens, epoch=epoch)
         asked = checked.size // self._page_tokens
         found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
         self._counters.looked_up(asked, found, match.miss, result.pending)
@@ -284,14 +288,22 @@ class PageStore:
         mover = self._use()
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
+        self._check_target(into)
         ids, tiers, slots = match.locations()
         if len(into) != ids.size:
             raise GeometryError(f"the match has {ids.size} pages, the target names {len(into)} slots")
         if ids.size == 0:
             return Transfer(None, self._clock, pages=0)
-        return self._load_lease(
+        if match.epoch != self._epoch:
+            self._counters.missed("epoch", ids.size)
+            return _RefusedLoad(_core.Status.cancelled, self._clock, pages=int(ids.size))
+        transfer = self._load_lease(
             mover, match.lease_id(), ids, tiers, slots, into, layer_order=order == "layer", deadline=deadline, inbox=inbox
         )
+        if match.epoch != self._epoch:  # changed while we looked: set_epoch may not have seen this load
+            transfer.revoke()
+            transfer.cancel()
+        return transfer
 
     # ---- keys (an engine's own hashes) --------------------------------------------------------------------------------
 
@@ -308,6 +320,7 @@ class PageStore:
         """
         mover = self._use()
         checked = as_keys(keys)
+        _check_kind(kind)
         result = self._index.match_keys_and_pin(checked, kind, self._readable())
         match = Match(self._index, result, self._page_tokens)
         ids, tiers, slots = match.locations()
@@ -336,6 +349,8 @@ class PageStore:
         """
         mover = self._use()
         checked = as_keys(keys)
+        _check_kind(kind)
+        self._check_target(into)
         if len(into) != len(checked):
             raise GeometryError(f"{len(checked)} keys, the target names {len(into)} slots")
         ok = np.zeros(len(checked), dtype=np.bool_)
@@ -385,17 +400,26 @@ class PageStore:
         """
         mover = self._use()
         checked = as_keys(keys)
+        _check_kind(kind)
+        self._check_slice("source", source)
         if len(source) != len(checked):
             raise GeometryError(f"{len(checked)} keys, the source names {len(source)} slots")
         if parent is not None and first_of_chain:
             raise StepwellUsageError("a page that has a parent is not the first of its chain")
+        if parent is not None and not 1 <= len(parent) <= MAX_KEY_BYTES:
+            raise StepwellUsageError(f"parent has {len(parent)} bytes: a key has 1 to {MAX_KEY_BYTES}")
         state = 1 if parent is not None else 0 if first_of_chain else 2
         targets = self._write_through()
         mask = tier_mask(*targets)
-        run, _ = self._index.probe(checked, kind, mask)
-        for tier in targets:
-            self._make_room(tier, len(checked) - run)
-        batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask)
+        # Touch and pin what is here of these keys, so that making room for the rest does not take it.
+        held = Match(self._index, self._index.match_keys_and_pin(checked, kind, mask), self._page_tokens)
+        try:
+            for tier in targets:
+                here, _ = self._index.probe(checked, kind, tier_mask(tier))
+                self._make_room(tier, len(checked) - here)
+            batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask)
+        finally:
+            held.close()
         result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
         new = (batch.outcomes == _NEW).any(axis=1)
         here = (batch.outcomes == _PRESENT).any(axis=1) | (batch.outcomes == _PENDING).any(axis=1)
@@ -415,6 +439,7 @@ class PageStore:
     def state(self, key: bytes, *, kind: int = KIND_KV) -> dict[Tier, Residency]:
         """Say what a key's page is in each tier, from local memory only."""
         self._use()
+        _check_kind(kind)
         found = self._index.state(key, kind)
         return {tier: Residency(found[tier]) for tier in Tier}
 
@@ -519,7 +544,7 @@ class PageStore:
             tier.set_epoch(number)
         with self._lock:
             running = list(self._watched.values())
-        for transfer, _, is_load in running:
+        for transfer, _, is_load, _ in running:
             if is_load:
                 transfer.revoke()
             transfer.cancel()
@@ -589,7 +614,7 @@ class PageStore:
         if self._sequences is not None and not self._sequences.wait_landed(timeout):
             return False
         with self._lock:
-            running = [core for _, core, _ in self._watched.values()]
+            running = [core for _, core, _, _ in self._watched.values()]
         for core in running:
             left = None if limit is None else max(0.0, limit - self._clock.monotonic())
             if not core.wait(left):
@@ -665,6 +690,10 @@ class PageStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if self._keeper is not None:  # else the constructor raised, and has given everything back itself
+            self.close()
 
     # ---- opening and closing --------------------------------------------------------------------------------------
 
@@ -748,6 +777,18 @@ class PageStore:
         if self._closed or self._mover is None:
             raise StoreClosedError("the store is closed")
         return self._mover
+
+    def _check_slice(self, name: str, given: PoolSlice) -> None:
+        if given.pool.fingerprint != self._fingerprint:
+            raise GeometryError(
+                f"{name}: the pool was lent for the geometry {given.pool.fingerprint.hex()[:16]}, "
+                f"this store's is {self._fingerprint.hex()[:16]}; lend it to this store"
+            )
+
+    def _check_target(self, into: PoolSlice) -> None:
+        self._check_slice("into", into)
+        if not into.pool.writable:
+            raise StepwellUsageError("into: the pool is read-only; lend memory that can be written")
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
@@ -853,8 +894,9 @@ class PageStore:
         self._abort_claims(plan)
         self._index.unpin_pages(claimed)
         self._index.release(lease)
-        self._counters.missed("full", ids.size)
-        return _refused_load(self._clock, int(ids.size))
+        reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
+        self._counters.missed(STATUS_REASON[reason.value], ids.size)
+        return _RefusedLoad(reason, self._clock, pages=int(ids.size))
 
     def _promote_from_disk(
         self,
@@ -965,7 +1007,7 @@ class PageStore:
         is_load: bool = False,
         inbox: Inbox | None = None,
     ) -> Transfer | None:
-        tag = next(self._tags)
+        tag, epoch = next(self._tags), self._epoch
         core = mover.submit(
             plan.pages,
             plan.roles,
@@ -985,7 +1027,7 @@ class PageStore:
         at = None if deadline is None else self._clock.monotonic() + deadline
         transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
         with self._lock:
-            self._watched[tag] = (transfer, core, is_load)
+            self._watched[tag] = (transfer, core, is_load, epoch)
         return transfer
 
     def _abort_claims(self, plan: Plan) -> None:
@@ -1039,7 +1081,7 @@ class PageStore:
         with self._lock:
             due = [match for at, match in self._leases if at <= now]
             self._leases = [(at, match) for at, match in self._leases if at > now]
-            running = [transfer for transfer, _, _ in self._watched.values()]
+            running = [transfer for transfer, _, _, _ in self._watched.values()]
         for match in due:
             match.close()
         for transfer in running:
@@ -1071,14 +1113,16 @@ class PageStore:
     def _account(self) -> None:
         """Count what done transfers did not deliver, once each, and forget them."""
         with self._lock:
-            done = [tag for tag, (_, core, _) in self._watched.items() if core.done]
+            done = [tag for tag, (_, core, _, _) in self._watched.items() if core.done]
             finished = [self._watched.pop(tag) for tag in done]
-        for _, core, is_load in finished:
+        for _, core, is_load, epoch in finished:
             if not is_load:
                 continue
             statuses, counts = np.unique(core.page_status(), return_counts=True)
             for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
                 reason = STATUS_REASON.get(status)
+                if reason == "deadline" and epoch != self._epoch:
+                    reason = "epoch"
                 if reason is not None:
                     self._counters.missed(reason, count)
 
@@ -1095,6 +1139,11 @@ class PageStore:
             bytes_read=moved["bytes_read"][tier],
             bytes_written=moved["bytes_written"][tier],
         )
+
+
+def _check_kind(kind: int) -> None:
+    if not 0 <= kind <= 255:
+        raise StepwellUsageError(f"kind: {kind} is no byte")
 
 
 class _StoreDecider:
@@ -1169,14 +1218,15 @@ def _close_open_stores() -> None:
 
 
 class _RefusedLoad(Transfer):
-    """A load that the mover had no room for: done at once, no page arrived."""
+    """A load that was not begun: done at once, no page arrived, and why."""
 
-    __slots__ = ()
+    __slots__ = ("_reason",)
+
+    def __init__(self, reason: _core.Status, clock: Clock, *, pages: int) -> None:
+        super().__init__(None, clock, pages=pages)
+        self._reason = reason
 
     @property
     def status(self) -> npt.NDArray[np.uint8]:
-        return np.full(self.pages, _core.Status.queue_full.value, dtype=np.uint8)
-
-
-def _refused_load(clock: Clock, pages: int) -> Transfer:
-    return _RefusedLoad(None, clock, pages=pages)
+        """Per page why it did not arrive."""
+        return np.full(self.pages, self._reason.value, dtype=np.uint8)

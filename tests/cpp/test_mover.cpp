@@ -422,14 +422,14 @@ TEST_CASE("a pinned source whose record names another page is damage") {
   world.check_settled();
 }
 
-TEST_CASE("a source that cannot be read fails its page and stays where it is") {
+TEST_CASE("a source that cannot be read fails its page and is not offered again") {
   for (const Status status : {Status::kIOError, Status::kBusFault}) {
     World world;
     auto saved = world.save(1, 3, tiers({kDisk}));
     world.disk.read_fails.arm(2, status);
     const auto transfer = world.finish(world.submit(world.load_spec(saved, kDisk, tiers({kShared}))));
     CHECK(transfer->page_status() == std::vector<Status>{Status::kOk, status, Status::kOk});
-    CHECK(world.residency(2, kDisk) == Residency::kResident);
+    CHECK(world.residency(2, kDisk) == Residency::kQuarantined);
     CHECK(world.residency(2, kShared) == Residency::kAbsent);
     world.check_settled();
   }

@@ -1,8 +1,9 @@
 """Say what the index must do: residency, claims, pins, rank, epochs and slots in plain dicts.
 
-This is the specification. It is slow, has no tree and no threads, and defers nothing; what it says, `csrc/index.cc` must do.
-Names, not ids: a page is (key, kind, epoch). Which slot, id or number a claim gets is the index's choice, so the model is
-told (`Grant`), and raises `ModelError` where the choice was not free.
+This is the specification. It is slow, has no tree and no threads, and defers nothing; what it says,
+`csrc/index.cc` must do. Names, not ids: a page is (key, kind, epoch). Which slot, id or number a
+claim gets is the index's choice, so the model is told (`Grant`), and raises `ModelError` where the
+choice was not free.
 """
 
 from __future__ import annotations
@@ -152,8 +153,9 @@ def bits(tiers: int) -> list[int]:
 class IndexModel:
     """The index as a dict of pages.
 
-    Invariant: after every call, per tier, free + arriving + resident + leaving + quarantined = capacity; the rank holds exactly
-    the resident pages; of two resident pages of one chain the ancestor leaves later.
+    Invariant: after every call, per tier, free + arriving + resident + leaving + quarantined =
+    capacity; the rank holds exactly the resident pages; of two resident pages of one chain the
+    ancestor leaves later.
     """
 
     def __init__(self) -> None:
@@ -442,14 +444,18 @@ class IndexModel:
     def claim_absent(
         self, keys: Sequence[bytes], first_page: int, tiers: int, grant: GrantOf
     ) -> Claimed:
-        """Claim each page from `first_page` on where it is ABSENT; stop where nothing more is possible."""
+        """Claim the pages from `first_page` on where ABSENT; stop where nothing is possible."""
         rows = [[NONE] * TIERS for _ in keys[first_page:]]
         full_at = NOT_FULL
         last: Page | None = None
         for depth, key in enumerate(keys if rows else []):
             row = depth - first_page
             page = self._find(key)
-            if page is None and row >= 0 and not any(self.tiers[t].claimable() for t in bits(tiers)):
+            if (
+                page is None
+                and row >= 0
+                and not any(self.tiers[t].claimable() for t in bits(tiers))
+            ):
                 for tier in bits(tiers):
                     rows[row][tier] = FULL
                 full_at = depth
@@ -493,7 +499,12 @@ class IndexModel:
         for row, key in enumerate(keys):
             page = find_or_create(key)
             is_chained = before is not None and self._try_link(page, before)
-            if row == 0 and parent_state == ROOT and page.parent_state == UNKNOWN and not page.depth:
+            if (
+                row == 0
+                and parent_state == ROOT
+                and page.parent_state == UNKNOWN
+                and not page.depth
+            ):
                 page.parent_state, page.depth = ROOT, 0
             if before is not None and not is_chained:
                 self.touch(before)
@@ -565,10 +576,6 @@ class IndexModel:
 
     # ---- eviction ------------------------------------------------------------------------------
 
-    def _leave(self, page: Page, tier: int, numbers: Callable[[PageName, int], int]) -> None:
-        self._move(page, tier, "claim_victim")
-        page.number[tier] = numbers(page.name, tier)
-
     def victims(self, tier: int, n: int, only_range: int | None) -> list[PageName]:
         """Say which pages leave next."""
         slots = self.tiers[tier]
@@ -578,13 +585,17 @@ class IndexModel:
             slot = page.slot[tier]
             if len(out) == n or slot is None:
                 break
-            if page.is_pinned(tier) or (only_range is not None and slots.range_of(slot) != only_range):
+            if page.is_pinned(tier) or (
+                only_range is not None and slots.range_of(slot) != only_range
+            ):
                 continue
             out.append(name)
         return out
 
-    def chain_victims(self, keys: Sequence[bytes], keep_pages: int, tiers: int) -> list[list[PageName]]:
-        """Say which pages of a chain past `keep_pages` leave when it is forgotten, deepest first."""
+    def chain_victims(
+        self, keys: Sequence[bytes], keep_pages: int, tiers: int
+    ) -> list[list[PageName]]:
+        """Say which pages past `keep_pages` leave when a chain is forgotten, deepest first."""
         chain: list[Page] = []
         for key in keys:
             page = self._find(key)
@@ -711,7 +722,11 @@ class IndexModel:
     def state(self, key: bytes, kind: int = KV) -> tuple[int, ...]:
         """Return the residency of a key by tier."""
         page = self._find(key, kind)
-        return tuple(page.residency) if page is not None and not self.is_poisoned else (ABSENT,) * TIERS
+        return (
+            tuple(page.residency)
+            if page is not None and not self.is_poisoned
+            else (ABSENT,) * TIERS
+        )
 
     def probe(self, keys: Sequence[bytes], kind: int, usable: int) -> tuple[int, list[int]]:
         """Return the leading run of RESIDENT keys, and each one's fastest tier."""

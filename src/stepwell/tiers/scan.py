@@ -16,9 +16,9 @@ from stepwell.tiers.directory import Header
 from stepwell.tiers.locks import NotTaken, is_current, try_lock
 from stepwell.tiers.process_file import ProcessRecord
 from stepwell.tiers.volume_files import (
-    Listing,
     FORMAT_VERSION,
     HEADER_BYTES,
+    Listing,
     VolumeNames,
     list_directory,
     open_ours,

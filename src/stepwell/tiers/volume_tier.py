@@ -9,6 +9,7 @@ Slot numbers are volume number << 20 | slot, so that a volume is one range of sl
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -163,11 +164,10 @@ class VolumeTier:
             self._stamp_recency(index)
         except (StepwellError, OSError) as error:
             _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), error)
-        for member in list(self._members.values()):
-            self._before_detach(member)
-            self._set.remove(member.number)
-            del self._members[member.number]
-        self._directory.close()
+        with ExitStack() as closing:  # whatever one of them raises, the others are let go, and then the directory
+            closing.callback(self._directory.close)
+            for number in self._members:
+                closing.callback(self._detach, number)
 
     # ---- volumes in and out --------------------------------------------------------------------------------------------
 
@@ -215,12 +215,22 @@ class VolumeTier:
                 found = self._recover(member, index)
             index.open_slots(self._tier, base)
         except OSError as error:
+            index.drop_slots(self._tier, base)
             self._set.remove(number)
+            del member, volume  # and its mapping: nothing of it is left when its lock goes
             self._directory.give_back(held)
             raise TierIOError(f"{self._tier.name.lower()} volume {held.volume_id} cannot be read: {error}") from error
         self._members[number] = member
         self._after_attach(member)
         return found
+
+    def _detach(self, number: int) -> None:
+        """Take a volume out of use: who holds no Member of it any more holds no mapping."""
+        member = self._members.pop(number)
+        try:
+            self._before_detach(member)
+        finally:
+            self._set.remove(number)
 
     def _recover(self, member: Member, index: Index) -> Recovered:
         (slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged) = (
@@ -277,16 +287,19 @@ class VolumeTier:
 
     def _finish_leaving(self, index: Index) -> None:
         """Give back what is leaving, once nothing holds it. Records stay: whoever adopts the volume finds it warm."""
-        for member in [m for m in self._members.values() if m.is_leaving]:
+        for number in [number for number, member in self._members.items() if member.is_leaving]:
+            member = self._members[number]
             pages, slots, numbers = index.claim_victims(self._tier, member.count, member.base)
             gone = index.finish_many(pages, self._tier, numbers) == _core.Status.ok.value
             index.free_slots(self._tier, slots[gone])
             if index.drop_slots(self._tier, member.base):
                 continue
-            self._before_detach(member)
-            self._set.remove(member.number)
-            del self._members[member.number]
-            self._directory.give_back(member.held)
+            held = member.held
+            del member
+            try:
+                self._detach(number)
+            finally:
+                self._directory.give_back(held)
 
     def _stamp_recency(self, index: Index) -> None:
         """Write the order of pages into their volumes, if it is time."""

@@ -1,0 +1,370 @@
+// The index under threads, and what cannot be reached from Python: histories, hostile labels, slot runs.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <latch>
+#include <map>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "index.h"
+#include "radix.h"
+#include "sha256.h"
+#include "slots.h"
+
+using namespace stepwell;
+
+namespace {
+
+Key key_of(const uint8_t* digest) {
+  Key key;
+  std::memcpy(key.bytes.data(), digest, kDigestBytes);
+  key.length = kDigestBytes;
+  return key;
+}
+
+std::vector<Key> chain_keys(const std::vector<int32_t>& tokens, size_t page_tokens) {
+  const size_t pages = tokens.size() / page_tokens;
+  std::vector<uint8_t> digests(pages * kDigestBytes);
+  hash_chain(nullptr, tokens.data(), pages, page_tokens, digests.data());
+  std::vector<Key> keys;
+  for (size_t i = 0; i < pages; ++i) keys.push_back(key_of(digests.data() + i * kDigestBytes));
+  return keys;
+}
+
+Key named_key(const char* name) {
+  Key key;
+  key.length = 16;
+  std::memcpy(key.bytes.data(), name, std::min<size_t>(std::strlen(name), 16));
+  return key;
+}
+
+constexpr std::array<Tier, 3> kUsed = {Tier::kHost, Tier::kShared, Tier::kDisk};
+constexpr TierMask kAll = mask(Tier::kHost) | mask(Tier::kShared) | mask(Tier::kDisk);
+
+// Who held what, in the order of one clock: taken when a call has returned, given when the call that gives it is about to be made. Of a thing
+// that one holder has at a time, takes and gives alternate.
+struct Event {
+  uint64_t time;
+  bool is_take;
+  uint32_t page;
+  uint8_t tier;
+  uint32_t slot;
+  uint32_t number;
+};
+
+struct History {
+  std::vector<Event> slots;
+  std::vector<Event> claims;
+  uint64_t stale = 0, granted = 0, matched = 0;
+};
+
+struct Claim {
+  PageId page;
+  Tier tier;
+  uint32_t slot;
+  uint32_t number;
+  bool is_leaving;
+};
+
+std::atomic<uint64_t> the_clock{0};
+
+void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains, const std::vector<std::vector<Key>>* keys, unsigned seed,
+                  int steps, History* history) {
+  std::mt19937 rng(seed);
+  std::vector<Claim> claims;
+  std::vector<PageId> pins;
+  std::vector<uint64_t> leases;
+  const auto choose = [&](size_t n) { return static_cast<size_t>(rng() % n); };
+  const auto take = [&](const Claim& claim, bool with_slot) {
+    const Event event{the_clock.fetch_add(1), true, claim.page, static_cast<uint8_t>(claim.tier), claim.slot, claim.number};
+    history->claims.push_back(event);
+    if (with_slot) history->slots.push_back(event);
+    ++history->granted;
+    claims.push_back(claim);
+  };
+  const auto give = [&](std::vector<Event>* events, const Claim& claim) {
+    events->push_back({the_clock.fetch_add(1), false, claim.page, static_cast<uint8_t>(claim.tier), claim.slot, claim.number});
+  };
+  const auto settle = [&](Claim claim) {
+    if (!claim.is_leaving) {
+      give(&history->claims, claim);
+      if (choose(4) > 0) {
+        REQUIRE(index->commit(claim.page, claim.tier, claim.number) == Status::kOk);
+        return;
+      }
+      give(&history->slots, claim);
+      REQUIRE(index->abort(claim.page, claim.tier, claim.number) == Status::kOk);
+      return;
+    }
+    const bool keeps = choose(3) == 0;
+    give(&history->claims, claim);
+    const Status status =
+        keeps ? index->keep(claim.page, claim.tier, claim.number) : index->finish(claim.page, claim.tier, claim.number);
+    if (status == Status::kStale) {  // a match wanted it meanwhile
+      ++history->stale;
+      return;
+    }
+    REQUIRE(status == Status::kOk);
+    if (keeps) return;
+    give(&history->slots, claim);
+    index->free_slots(claim.tier, &claim.slot, 1);
+  };
+  for (int step = 0; step < steps; ++step) {
+    // Few pins are held at a time, or nothing could leave.
+    while (leases.size() > choose(3)) {
+      REQUIRE(index->release(leases.back()));
+      leases.pop_back();
+    }
+    while (pins.size() > choose(4)) {
+      index->unpin_pages(&pins.back(), 1);
+      pins.pop_back();
+    }
+    const size_t c = choose(chains->size());
+    const std::vector<int32_t>& tokens = (*chains)[c];
+    const uint32_t total = static_cast<uint32_t>(tokens.size());
+    switch (choose(7)) {
+      case 0:
+      case 1: {
+        const MatchResult match = index->match_and_pin(0, tokens.data(), tokens.size(), kAll);
+        history->matched += match.pages;
+        if (match.lease != 0) leases.push_back(match.lease);
+        break;
+      }
+      case 2: {
+        const MatchResult match = index->match_keys_and_pin((*keys)[c].data(), total, 1, mask(kUsed[choose(3)]));
+        if (match.lease != 0) leases.push_back(match.lease);
+        break;
+      }
+      case 3: {
+        ClaimBatch batch;
+        const TierMask tiers = static_cast<TierMask>(kAll & (rng() | 2));
+        index->claim_absent(0, tokens.data(), (*keys)[c].data(), static_cast<uint32_t>(choose(total)), total, tiers, &batch);
+        for (size_t i = 0; i < batch.pages.size(); ++i) {
+          bool is_new = false;
+          for (const Tier tier : kUsed) {
+            const size_t column = i * kTiers + static_cast<size_t>(tier);
+            if (batch.outcomes[column] != ClaimOutcome::kNew) continue;
+            is_new = true;
+            take({batch.pages[i], tier, batch.slots[column], batch.numbers[column], false}, true);
+          }
+          if (is_new) pins.push_back(batch.pages[i]);
+        }
+        break;
+      }
+      case 4: {
+        std::vector<Victim> victims;
+        const Tier tier = kUsed[choose(3)];
+        index->claim_victims(tier, 1 + static_cast<uint32_t>(choose(3)), kNoSlot, &victims);
+        for (const Victim& victim : victims) take({victim.page, tier, victim.slot, victim.number, true}, false);
+        break;
+      }
+      default:
+        for (int n = 0; n < 2 && !claims.empty(); ++n) {
+          const size_t which = choose(claims.size());
+          const Claim claim = claims[which];
+          claims.erase(claims.begin() + static_cast<std::ptrdiff_t>(which));
+          settle(claim);
+        }
+    }
+  }
+  for (const Claim& claim : claims) settle(claim);
+  for (const uint64_t lease : leases) REQUIRE(index->release(lease));
+  index->unpin_pages(pins.data(), pins.size());
+}
+
+}  // namespace
+
+TEST_CASE("eight threads on eight pages: each claim has one holder, each slot one owner, and the counts end whole") {
+  const std::vector<std::vector<int32_t>> chains = {{1, 2, 3, 4}, {1, 2, 5}, {6, 7, 8}};  // 1 2 3 4 5 6 7 8: eight pages
+  std::vector<std::vector<Key>> keys;
+  for (const auto& chain : chains) keys.push_back(chain_keys(chain, 1));
+  for (unsigned round = 0; round < 4; ++round) {
+    Index index(1);
+    index.open_namespace(nullptr);
+    for (const Tier tier : kUsed) index.add_slots(tier, 10, 6);
+    std::vector<History> histories(8);
+    {
+      std::latch start(8);
+      std::vector<std::jthread> threads;  // joined before the latch ends
+      for (unsigned t = 0; t < 8; ++t) {
+        threads.emplace_back([&, t] {
+          start.arrive_and_wait();
+          run_claimant(&index, &chains, &keys, round * 8 + t, 600, &histories[t]);
+        });
+      }
+    }
+    CHECK(index.check() == "");
+    CHECK(index.leases() == 0);
+    std::map<std::pair<uint8_t, uint32_t>, std::vector<Event>> by_slot;
+    std::map<std::tuple<uint8_t, uint32_t, uint32_t>, std::vector<Event>> by_claim;
+    uint64_t granted = 0, matched = 0;
+    for (const History& history : histories) {
+      for (const Event& event : history.slots) by_slot[{event.tier, event.slot}].push_back(event);
+      for (const Event& event : history.claims) by_claim[{event.tier, event.page, event.number}].push_back(event);
+      granted += history.granted;
+      matched += history.matched;
+    }
+    CHECK(granted > 500);
+    CHECK(matched > 500);
+    for (auto& [slot, events] : by_slot) {
+      std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
+      for (size_t i = 0; i < events.size(); ++i) REQUIRE(events[i].is_take == (i % 2 == 0));
+    }
+    for (const auto& [claim, events] : by_claim) REQUIRE(events.size() == 2);  // one grant, one end
+    for (const Tier tier : kUsed) {
+      TierCounts counts = index.counts(tier);
+      CHECK(counts.arriving + counts.leaving + counts.pinned + counts.quarantined == 0);
+      CHECK(counts.free + counts.resident == 6);
+      std::vector<Victim> victims;
+      index.claim_victims(tier, 100, kNoSlot, &victims);
+      for (const Victim& victim : victims) {
+        REQUIRE(index.finish(victim.page, tier, victim.number) == Status::kOk);
+        index.free_slots(tier, &victim.slot, 1);
+      }
+      CHECK(index.counts(tier).free == 6);
+    }
+    CHECK(index.pages() == 0);
+    CHECK(index.nodes() == 0);
+  }
+}
+
+TEST_CASE("labels that contradict each other cost links, never the invariants") {
+  const std::array<const char*, 6> names = {"a", "b", "c", "d", "e", "f"};
+  for (unsigned seed = 0; seed < 300; ++seed) {
+    std::mt19937 rng(seed);
+    Index index(1);
+    index.add_slots(Tier::kShared, 0, 16);
+    index.add_slots(Tier::kDisk, 0, 16);
+    for (const Tier tier : {Tier::kShared, Tier::kDisk, Tier::kShared}) {
+      std::vector<uint32_t> slots;
+      std::vector<Label> labels;
+      std::vector<uint64_t> stamps;
+      for (int i = 0; i < 6; ++i) {
+        Label label;
+        label.key = named_key(names[rng() % 6]);
+        label.parent = named_key(names[rng() % 6]);
+        if (rng() % 8 == 0) label.parent.length = static_cast<uint8_t>(rng() % 256);
+        if (rng() % 8 == 0) label.key.length = static_cast<uint8_t>(rng() % 256);
+        label.parent_state = static_cast<ParentState>(rng() % 3);
+        label.depth = rng() % 2 != 0 ? kUnknownDepth : rng() % 3;
+        label.epoch = rng() % 4 == 0;
+        labels.push_back(label);
+        slots.push_back(rng() % 20);
+        stamps.push_back(rng() % 4);
+      }
+      std::vector<uint8_t> accepted(labels.size());
+      index.recover(tier, slots.data(), labels.data(), stamps.data(), labels.size(), accepted.data());
+      REQUIRE(index.check() == "");
+    }
+    std::vector<Key> keys;
+    for (const char* name : names) keys.push_back(named_key(name));
+    std::shuffle(keys.begin(), keys.end(), rng);
+    ClaimBatch batch;
+    index.claim_absent_keys(keys.data(), 6, 1, ParentState::kUnknown, Key{}, mask(Tier::kShared), &batch);
+    REQUIRE(index.check() == "");
+    const std::vector<int32_t> tokens = {1, 2, 3, 4, 5, 6};
+    index.claim_absent(index.open_namespace(nullptr), tokens.data(), keys.data(), 0, 6, mask(Tier::kDisk), &batch);
+    REQUIRE(index.check() == "");
+  }
+}
+
+TEST_CASE("a recovered chain ranks by its last use, ancestors with their descendants") {
+  Index index(1);
+  index.add_slots(Tier::kDisk, 0, 8);
+  std::vector<Label> labels(4);
+  const std::array<const char*, 4> names = {"root", "child", "grandchild", "other"};
+  for (uint32_t i = 0; i < 4; ++i) {
+    labels[i].key = named_key(names[i]);
+    labels[i].depth = i == 3 ? 0 : i;
+    labels[i].parent_state = labels[i].depth == 0 ? ParentState::kRoot : ParentState::kKnown;
+    if (labels[i].depth > 0) labels[i].parent = named_key(names[i - 1]);
+  }
+  // The grandchild was used last: its ancestors leave after it, whatever their own stamps. Given in any order.
+  const std::array<uint32_t, 4> slots = {4, 5, 6, 7};
+  const std::array<uint64_t, 4> stamps = {1, 2, 9, 5};
+  std::array<Label, 4> given = {labels[2], labels[3], labels[0], labels[1]};
+  const std::array<uint32_t, 4> given_slots = {6, 7, 4, 5};
+  const std::array<uint64_t, 4> given_stamps = {9, 5, 1, 2};
+  std::array<uint8_t, 4> accepted{};
+  index.recover(Tier::kDisk, given_slots.data(), given.data(), given_stamps.data(), 4, accepted.data());
+  CHECK(accepted == std::array<uint8_t, 4>{1, 1, 1, 1});
+  std::vector<uint32_t> order;
+  index.rank_order(Tier::kDisk, &order);
+  CHECK(order == std::vector<uint32_t>{slots[3], slots[2], slots[1], slots[0]});
+  // A second record of a key, and a slot in use, are not accepted.
+  const std::array<uint32_t, 2> again = {0, 4};
+  std::array<Label, 2> twice = {labels[0], labels[0]};
+  twice[1].key = named_key("new");
+  index.recover(Tier::kDisk, again.data(), twice.data(), stamps.data(), 2, accepted.data());
+  CHECK(accepted[0] == 0);
+  CHECK(accepted[1] == 0);
+  CHECK(index.check() == "");
+}
+
+TEST_CASE("slots of one batch lie together where a run is free") {
+  SlotRanges ranges;
+  ranges.add(100, 64);
+  ranges.add(1000, 200);
+  std::vector<uint32_t> taken;
+  for (int i = 0; i < 264; ++i) taken.push_back(ranges.take(SlotUse::kPage));
+  CHECK(ranges.take(SlotUse::kPage) == kNoSlot);
+  for (uint32_t slot = 1000; slot < 1040; slot += 2) ranges.set_use(slot, SlotUse::kFree);  // crumbs
+  for (uint32_t slot = 1100; slot < 1130; ++slot) ranges.set_use(slot, SlotUse::kFree);     // a run
+  ranges.set_use(120, SlotUse::kFree);
+  ranges.close(100);
+  ranges.seek(30);
+  for (uint32_t i = 0; i < 30; ++i) CHECK(ranges.take(SlotUse::kPage) == 1100 + i);
+  CHECK(ranges.claimable() == 20);
+  CHECK(ranges.free() == 21);
+  CHECK_THROWS_AS(ranges.add(163, 1), std::invalid_argument);
+}
+
+TEST_CASE("a free map finds each of its integers once") {
+  std::mt19937 rng(7);
+  FreeMap map;
+  map.grow(130);
+  std::vector<bool> taken(130, false);
+  uint32_t held = 0;
+  for (int step = 0; step < 20000; ++step) {
+    if (rng() % 2 == 0 && held > 0) {
+      const uint32_t index = rng() % 130;
+      if (!taken[index]) continue;
+      map.give(index);
+      taken[index] = false;
+      --held;
+    } else {
+      if (rng() % 4 == 0) map.seek(1 + rng() % 140);
+      const uint32_t index = map.take();
+      REQUIRE((index == FreeMap::kNone) == (held == 130));
+      if (index == FreeMap::kNone) continue;
+      REQUIRE(!taken[index]);
+      taken[index] = true;
+      ++held;
+    }
+    REQUIRE(map.free() == 130 - held);
+  }
+}
+
+TEST_CASE("the id table keeps what a map keeps, through deletions and growth") {
+  std::mt19937 rng(3);
+  IdTable table;
+  std::map<uint32_t, uint32_t> have;  // id -> hash
+  for (int step = 0; step < 20000; ++step) {
+    const uint32_t id = rng() % 500;
+    const auto found = have.find(id);
+    if (found != have.end()) {
+      REQUIRE(table.find(found->second, [&](uint32_t other) { return other == id; }) == id);
+      table.erase(found->second, id);
+      have.erase(found);
+    } else {
+      const uint32_t hash = rng() % 64 * 0x01000001u;  // long clusters
+      table.insert(hash, id);
+      have[id] = hash;
+    }
+    REQUIRE(table.size() == have.size());
+  }
+  for (const auto& [id, hash] : have) CHECK(table.find(hash, [&, want = id](uint32_t other) { return other == want; }) == id);
+}
