@@ -1116,13 +1116,11 @@ class PageStore:
             high = max(1, int(capacity * self._config.high_watermark))
             self._evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
             self._mend(tier)
-        if self._device is not None:
-            self._mend(Tier.DEVICE)
 
-    def _mend(self, tier: Tier) -> None:
-        """Let quarantined slots that can be rewritten and read back into use again."""
+    def _mend(self, tier: Tier) -> bool:
+        """Let quarantined slots that can be rewritten and read back into use again, some at a time. False: there are none left."""
         if self._index.counts(tier)["quarantined"] == 0:
-            return
+            return False
         medium = self._medium(tier)
         pages, slots, numbers = self._index.claim_quarantined(tier, 16)
         for page, slot, number in zip(pages.tolist(), slots.tolist(), numbers.tolist(), strict=True):
@@ -1131,6 +1129,7 @@ class PageStore:
             self._index.mend(page, tier, number, mended)
             if mended:
                 self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
+        return True
 
     def _account(self) -> None:
         """Count what done transfers did not deliver, once each, and forget them."""
@@ -1218,6 +1217,9 @@ class _StoreDecider:
     def looked_up(self, match: Match, asked: int) -> None:
         found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
         self._store._counters.looked_up(asked, found, match.miss, match.pending // self._store._page_tokens)
+
+    def mend_device(self) -> bool:
+        return bool(self._store._mend(Tier.DEVICE))
 
     def saved(self, pages: int, refused: int) -> None:
         self._store._counters.saved(pages, refused)
