@@ -143,14 +143,16 @@ class StampEngine:
             rows = stamps(sequence.tokens[:tokens], sequence._seed)[first:]
             pages.extend(rows)
             slots.extend(self.block(sequence)[first : first + len(rows)].tolist())
+        self.write(slots, pages, fail=fail)
+
+    def write(self, slots: Seq[int], pages: Seq[Values], *, fail: bool = False) -> None:
+        """Write whole pages into slots, in one step."""
         with self.store.device.step() as pool:
             for at in range(0, len(slots), WRITE_PAGES):
-                part = slots[at : at + WRITE_PAGES]
-                padding = WRITE_PAGES - len(part)
+                padding = WRITE_PAGES - len(slots[at : at + WRITE_PAGES])
+                targets = np.array([*slots[at : at + WRITE_PAGES], *[self.scratch] * padding], np.int32)
                 values = np.stack([*pages[at : at + WRITE_PAGES], *[np.zeros_like(pages[0])] * padding])
-                pool.arrays = write_pages(
-                    pool.arrays, np.array([*part, *[self.scratch] * padding], np.int32), values
-                )
+                pool.arrays = write_pages(pool.arrays, targets, values)
             if fail:
                 raise StepFailedError("the engine failed")
 
@@ -224,7 +226,6 @@ def assert_all_returned(store: PageStore) -> None:
     """Nothing is held: no lease, no claim, no pin, no private slot; each tier can be emptied."""
     store.device.drain()
     assert store.flush(30.0)
-    store._mend(Tier.DEVICE)
     assert store.check() == ""
     stats = store.stats()
     assert stats.leases == 0
@@ -242,17 +243,17 @@ def namespaces() -> list[Namespace | None]:
     return [None, Namespace(adapter="a"), Namespace(salt="a")]
 
 
-def flip_bit(directory: Path, page: Values) -> None:
-    """Change one bit of a page where a tier keeps it, behind the tier's back."""
+def flip_bit(directory: Path, page: Values, *, must: bool = True) -> None:
+    """Change one bit of a page where a tier keeps it, behind the tier's back. must: it is kept there."""
     needle = page.tobytes()
-    for path in sorted(directory.glob("v-*")):
+    for path in filter(Path.is_file, sorted(directory.glob("v-*"))):
         at = path.read_bytes().find(needle)
         if at >= 0:
             with path.open("r+b") as file:
                 file.seek(at + 100)
                 file.write(bytes([needle[100] ^ 1]))
             return
-    raise AssertionError(f"no file of {directory} holds the page")
+    assert not must, f"no file of {directory} holds the page"
 
 
 class GatherGate(ResultReadiness):

@@ -89,6 +89,9 @@ class Decider(Protocol):
     def looked_up(self, match: Match, asked: int) -> None:
         """Count a lookup."""
 
+    def mend_device(self) -> bool:
+        """Free device slots of a lost pool whose pages nobody pins any more, some at a time. False: there are none left."""
+
     def saved(self, pages: int, refused: int) -> None:
         """Count published pages that are written through, and those that found no room below."""
 
@@ -377,6 +380,7 @@ class Sequences:
         self._generation = pool.generation  # of the pool whose pages are in the books
         self._rows = slab.view()
         self._shape = shape
+        self._is_mending = False  # pages of a lost pool were pinned; their slots come back when they no longer are
         self._open: dict[Sequence, None] = {}  # in the order of opening: the first gets room first
         self._gathers: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
         self._unlanded: list[_Gather] = []  # GUARDED_BY(_landed)
@@ -687,12 +691,17 @@ class Sequences:
             self._index.commit_many(claimed["id"].copy(), Tier.DEVICE, claimed["number"].copy())
             rows["hold"][before == _CLAIMED] = _PUBLISHED
         private = np.flatnonzero(before == _PRIVATE)
-        for row in private.tolist():
-            outcome, page = self._index.publish_private(
-                sequence._name_space, sequence.tokens, sequence._keys, first + row, Tier.DEVICE, int(rows["slot"][row])
+        if private.size:
+            outcomes, ids = self._index.publish_private_many(
+                sequence._name_space,
+                sequence.tokens,
+                sequence._keys,
+                (first + private).astype(np.uint32),
+                Tier.DEVICE,
+                rows["slot"][private].astype(np.uint32),
             )
-            if outcome == _NEW:
-                rows["id"][row], rows["hold"][row] = page, _PUBLISHED
+            won = private[outcomes == _NEW]
+            rows["id"][won], rows["hold"][won] = ids[outcomes == _NEW], _PUBLISHED
         fresh = np.flatnonzero((rows["hold"] == _PUBLISHED) & (before != _PUBLISHED))
         self._write_through(sequence, first + fresh)
         return fresh.size, private.size - (fresh.size - claimed.size)
@@ -799,6 +808,7 @@ class Sequences:
     def _collect(self) -> None:
         """Move every promotion on."""
         with self.lock:
+            self._is_mending = self._is_mending and self.decider.mend_device()
             for sequence in self._open:
                 self._advance(sequence)
 
@@ -819,6 +829,7 @@ class Sequences:
             for page, slot in zip(ids.tolist(), slots.tolist(), strict=True):
                 self._index.quarantine(page, Tier.DEVICE, slot)
             self._index.unpin_pages(ids)
+            self._is_mending |= bool(ids.size)
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ _PENDING: Final = int(ClaimOutcome.PENDING)
 _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
+_RECORDS_AHEAD: Final = 8192
+"""Page records that the keeper keeps ready, so that a long new prompt does not pay for the first touch of their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,8 @@ class PageStore:
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
         self._check_target(into)
+        if not match.is_of(self._index):
+            raise StepwellUsageError("the match is of another store")
         ids, tiers, slots = match.locations()
         if len(into) != ids.size:
             raise GeometryError(f"the match has {ids.size} pages, the target names {len(into)} slots")
@@ -1105,19 +1109,18 @@ class PageStore:
         self._account()
         if self._mover is not None:
             self._mover.drain_retired()
+        self._index.prepare(_RECORDS_AHEAD)
         for tier, pages in self._tiers.items():
             capacity = self._index.counts(tier)["capacity"]
             low = max(1, int(capacity * self._config.low_watermark))
             high = max(1, int(capacity * self._config.high_watermark))
             self._evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
             self._mend(tier)
-        if self._device is not None:
-            self._mend(Tier.DEVICE)
 
-    def _mend(self, tier: Tier) -> None:
-        """Let quarantined slots that can be rewritten and read back into use again."""
+    def _mend(self, tier: Tier) -> bool:
+        """Let quarantined slots that can be rewritten and read back into use again, some at a time. False: there are none left."""
         if self._index.counts(tier)["quarantined"] == 0:
-            return
+            return False
         medium = self._medium(tier)
         pages, slots, numbers = self._index.claim_quarantined(tier, 16)
         for page, slot, number in zip(pages.tolist(), slots.tolist(), numbers.tolist(), strict=True):
@@ -1126,6 +1129,7 @@ class PageStore:
             self._index.mend(page, tier, number, mended)
             if mended:
                 self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
+        return True
 
     def _account(self) -> None:
         """Count what done transfers did not deliver, once each, and forget them."""
@@ -1213,6 +1217,9 @@ class _StoreDecider:
     def looked_up(self, match: Match, asked: int) -> None:
         found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
         self._store._counters.looked_up(asked, found, match.miss, match.pending // self._store._page_tokens)
+
+    def mend_device(self) -> bool:
+        return bool(self._store._mend(Tier.DEVICE))
 
     def saved(self, pages: int, refused: int) -> None:
         self._store._counters.saved(pages, refused)

@@ -73,6 +73,7 @@ class VolumeTier:
         self._recency_seconds = recency_seconds
         self._set = _core.VolumeSet(tier is Tier.DISK)
         self._members: dict[int, Member] = {}
+        self._unusable: set[str] = set()
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
         self._looked_at = float("-inf")
@@ -198,8 +199,17 @@ class VolumeTier:
                 held.pages.detach() if held.pages is not None else -1,
                 held.direct_io,
             )
+        except OSError as error:
+            self._directory.give_back(held)
+            raise self._io_error(held, error) from error
         except RuntimeError as error:
-            self._directory.remove(held)  # given back, it would be the next that grow() takes
+            # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the volume's, and given back it
+            # would be the next that grow() takes, for ever.
+            if held.volume_id in self._unusable:
+                self._directory.remove(held)
+            else:
+                self._unusable.add(held.volume_id)
+                self._directory.give_back(held)
             raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
@@ -219,10 +229,14 @@ class VolumeTier:
             self._set.remove(number)
             del member, volume  # and its mapping: nothing of it is left when its lock goes
             self._directory.give_back(held)
-            raise TierIOError(f"{self._tier.name.lower()} volume {held.volume_id} cannot be read: {error}") from error
+            raise self._io_error(held, error) from error
         self._members[number] = member
         self._after_attach(member)
         return found
+
+    def _io_error(self, held: HeldVolume, error: OSError) -> TierIOError:
+        what = f"{self._tier.name.lower()} tier: volume {held.volume_id} cannot be opened: {error.strerror or error}"
+        return TierIOError(error.errno, what, self._directory.path)
 
     def _detach(self, number: int) -> None:
         """Take a volume out of use: who holds no Member of it any more holds no mapping."""
