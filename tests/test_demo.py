@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_kit import Directories
 
 from stepwell import cli
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
@@ -26,6 +25,7 @@ from stepwell.demo.workload import Request, conversations
 from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.testing.hooks import swap_staged_pages
+from store_kit import Directories
 
 CONFIG = ModelConfig(
     vocab=64, dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, hidden=32, page_tokens=4, max_pages=32
@@ -110,7 +110,7 @@ def oracle(model: Model, requests: tuple[Request, ...]) -> Served:
     )
 
 
-# ---- the engine ----------------------------------------------------------------------------------------------------------
+# ---- the engine ------------------------------------------------------------------------------------------------------
 
 
 def test_four_tiers_serve_the_logits_of_an_unbounded_pool(
@@ -176,7 +176,7 @@ def test_one_request_that_cannot_fit_is_an_error_with_numbers(
         serve(tiered(directories, device=4), model, requests[:1])
 
 
-# ---- the comparison ------------------------------------------------------------------------------------------------------
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 def recorded(random: np.random.Generator, *, prompt: int = 6, answer: int = 3) -> Record:
@@ -253,7 +253,7 @@ def test_a_saved_record_is_the_record(tmp_path: Path) -> None:
     assert np.array_equal(loaded.answer(0), record.answer(0))
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def summary(mode: str = "tiers", *, changes: dict[str, object] | None = None) -> Summary:
@@ -278,8 +278,11 @@ def summary(mode: str = "tiers", *, changes: dict[str, object] | None = None) ->
 
 
 @contextmanager
-def acts_that(monkeypatch: pytest.MonkeyPatch, spoil: dict[str, int], changes: dict[str, dict[str, object]]) -> Iterator[None]:
-    """Put acts that write records without serving in place of the real ones. spoil: the act whose record has another seed."""
+def acts_that(
+    monkeypatch: pytest.MonkeyPatch, spoil: dict[str, int], changes: dict[str, dict[str, object]]
+) -> Iterator[None]:
+    """Put acts that write records without serving in place of the real ones. spoil: the act whose record has another
+    seed."""
 
     def act(self: demo_run.Acts, name: str, title: str, **how: object) -> Summary:
         scenario = self.scenario(name, **how)

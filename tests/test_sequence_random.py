@@ -1,7 +1,8 @@
-"""Random interleavings of everything sequences do, against a model: each page on the device is the one that its tokens, namespace and
-weights say, whatever happened before.
+"""Random interleavings of everything sequences do, against a model: each page on the device is the one that its tokens,
+namespace and weights say, whatever happened before.
 
-The mover is stepped and the keeper called by hand, so that a seed decides everything: a failure is replayed by running its test alone.
+The mover is stepped and the keeper called by hand, so that a seed decides everything: a failure is replayed by running
+its test alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from sequence_kit import (
     PAGE_TOKENS,
     READ_PAGES,
@@ -27,8 +29,6 @@ from sequence_kit import (
     prompt,
     stamps,
 )
-from store_kit import Directories
-
 from stepwell import _core
 from stepwell.errors import StepwellUsageError
 from stepwell.hashing import Namespace, prefix_hashes
@@ -37,6 +37,7 @@ from stepwell.keeper import Keeper
 from stepwell.sequence import Sequence
 from stepwell.store import PageStore
 from stepwell.testing.stepped import SteppedMover
+from store_kit import Directories
 
 SEEDS = 100
 OPERATIONS = 300
@@ -45,7 +46,8 @@ NAMESPACES = (None, Namespace(adapter="other"))
 
 @dataclass
 class Modelled:
-    """What the model knows of one sequence. expected: by page written since the last look; before those, what was found."""
+    """What the model knows of one sequence. expected: by page written since the last look; before those, what was
+    found."""
 
     sequence: Sequence
     seed: bytes | None
@@ -96,7 +98,7 @@ class Machine:
             operation()
             self.check()
 
-    # ---- operations -------------------------------------------------------------------------------------------------------
+    # ---- operations --------------------------------------------------------------------------------------------------
 
     def pick(self, condition: Callable[[Modelled], bool] = lambda _: True) -> Modelled | None:
         found = [m for m in self.live if condition(m)]
@@ -280,7 +282,7 @@ class Machine:
             if len(pages):
                 flip_bit(directory, self.random.choice(pages), must=False)
 
-    # ---- what must hold ---------------------------------------------------------------------------------------------------
+    # ---- what must hold ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         for m in self.live:

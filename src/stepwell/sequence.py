@@ -90,7 +90,8 @@ class Decider(Protocol):
         """Count a lookup."""
 
     def mend_device(self) -> bool:
-        """Free device slots of a lost pool whose pages nobody pins any more, some at a time. False: there are none left."""
+        """Free device slots of a lost pool whose pages nobody pins any more, some at a time. False: there are none
+        left."""
 
     def saved(self, pages: int, refused: int) -> None:
         """Count published pages that are written through, and those that found no room below."""

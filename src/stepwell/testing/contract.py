@@ -127,8 +127,8 @@ class OpenTier:
 class TierContract:
     """What holds for every tier. Attributes and `make` are the subclass's to answer.
 
-    geometry: of the pages; each of a few KiB. lasts: whether pages outlive close() and are found by the next tier made at
-    the same place. spoil: damages the page of these bytes behind an open tier's back; None where nobody can.
+    geometry: of the pages; each of a few KiB. lasts: whether pages outlive close() and are found by the next tier made
+    at the same place. spoil: damages the page of these bytes behind an open tier's back; None where nobody can.
     Requires: room for 2 * PAGES pages at least.
     """
 

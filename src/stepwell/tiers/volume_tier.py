@@ -203,8 +203,8 @@ class VolumeTier:
             self._directory.give_back(held)
             raise self._io_error(held, error) from error
         except RuntimeError as error:
-            # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the volume's, and given back it
-            # would be the next that grow() takes, for ever.
+            # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the
+            # volume's, and given back it would be the next that grow() takes, for ever.
             if held.volume_id in self._unusable:
                 self._directory.remove(held)
             else:
