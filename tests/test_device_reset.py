@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import jax
 import jax.numpy as jnp
 import pytest
+
 from sequence_kit import (
     PAGE_BYTES,
     GatherGate,
@@ -15,14 +16,12 @@ from sequence_kit import (
     StampEngine,
     StepFailedError,
     assert_all_returned,
-    evict_all,
     prompt,
 )
-from test_sequence import STATES, gather_copying, gather_queued, gather_running, name
-
 from stepwell.errors import DeviceResetError, StalePoolError
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
+from test_sequence import STATES, gather_copying, gather_queued, gather_running, name
 
 
 def fail_a_step(engine: StampEngine) -> None:
@@ -80,7 +79,7 @@ def test_what_was_gathered_before_the_failure_lands_and_what_was_not_is_lost(
     engine.store.device.renew()
     assert engine.store.flush(30.0)
     assert engine.store.stats().tiers["shared"].resident == (8 if lands else 0)
-    engine.store._mend(Tier.DEVICE)
+    engine.store.device.drain()
     assert engine.store.stats().tiers["device"].free == 16
     sequence.resume()
     engine.settle(sequence)
@@ -197,6 +196,5 @@ def test_many_failed_steps_leave_no_slot_behind(make_engine: MakeEngine) -> None
         engine.store.device.renew()
         sequence.resume()
         assert engine.store.check() == ""
-    evict_all(engine.store, Tier.HOST)
     engine.settle(sequence)
     engine.verify(sequence)

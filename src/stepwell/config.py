@@ -74,8 +74,8 @@ class SharedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     capacity: bytes that the directory may hold in all, whoever put them there; this process adds nothing past it.
     path: the directory; made if missing, 0700. volume_bytes: size of a volume (default capacity / 32, between
-    64 MiB and 4 GiB, at most the capacity). share: bytes this process may claim back from neighbours that have more than
-    their own share (default capacity / 8, at least one volume).
+    64 MiB and 4 GiB, at most the capacity). share: bytes this process may claim back from neighbours that have more
+    than their own share (default capacity / 8, at least one volume).
     """
 
     capacity: Size
@@ -98,7 +98,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Hold everything a store is opened with.
 
     geometry: what a page's bytes are. epoch: of the weights; an int or any string. host: bytes or a HostTier.
-    copy_threads, io_threads: workers (small on purpose; 2 cores may be all there is). queue_units: bound of each work queue.
+    copy_threads, io_threads: workers (small on purpose; 2 cores may be all there is). queue_units: bound of each work
+    queue.
     low_watermark, high_watermark: a tier with less than `low` of its
     slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
     """

@@ -1,7 +1,7 @@
 """Hold pages in volumes of a tier directory: what the shared and the disk tier have in common.
 
-    directory: who holds which volume (tiers/volumes.py)     volume: bytes and records (csrc/volume.h)     index: slots, pages
-    held volume --attach--> records recovered, slots in the index --tick--> more volumes, or fewer --close--> orphans, warm
+    directory: who holds which volume (tiers/volumes.py)   volume: bytes, records (csrc/volume.h)   index: slots, pages
+    held volume --attach--> records recovered, slots in the index --tick--> more volumes, or fewer --close--> orphans
 
 Slot numbers are volume number << 20 | slot, so that a volume is one range of slots in the index.
 """
@@ -48,8 +48,8 @@ class Member:
 class VolumeTier:
     """A tier made of volumes.
 
-    Invariant: each member's slots are one range of the index; a volume is given back only when no page of it is claimed,
-    resident or pinned.
+    Invariant: each member's slots are one range of the index; a volume is given back only when no page of it is
+    claimed, resident or pinned.
     Threads: as PageTier says; the index and the medium are their own guards.
     """
 
@@ -73,6 +73,7 @@ class VolumeTier:
         self._recency_seconds = recency_seconds
         self._set = _core.VolumeSet(tier is Tier.DISK)
         self._members: dict[int, Member] = {}
+        self._unusable: set[str] = set()
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
         self._looked_at = float("-inf")
@@ -169,7 +170,7 @@ class VolumeTier:
             for number in self._members:
                 closing.callback(self._detach, number)
 
-    # ---- volumes in and out --------------------------------------------------------------------------------------------
+    # ---- volumes in and out ------------------------------------------------------------------------------------------
 
     def _grow(self, index: Index) -> bool:
         """Take one more volume: an orphan of ours, or a new one. False: no room."""
@@ -202,7 +203,13 @@ class VolumeTier:
             self._directory.give_back(held)
             raise self._io_error(held, error) from error
         except RuntimeError as error:
-            self._directory.remove(held)  # given back, it would be the next that grow() takes
+            # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the volume's, and given back it
+            # would be the next that grow() takes, for ever.
+            if held.volume_id in self._unusable:
+                self._directory.remove(held)
+            else:
+                self._unusable.add(held.volume_id)
+                self._directory.give_back(held)
             raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
@@ -240,9 +247,9 @@ class VolumeTier:
             self._set.remove(number)
 
     def _recover(self, member: Member, index: Index) -> Recovered:
-        (slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged) = (
-            member.volume.recover(self._epoch)
-        )
+        (
+            slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged,
+        ) = member.volume.recover(self._epoch)  # fmt: skip
         accepted = index.recover(
             self._tier,
             slots + np.uint32(member.base),
@@ -266,7 +273,8 @@ class VolumeTier:
         for member in self._members.values():
             if member.held.volume_id in lost and not member.is_leaving:
                 _LOG.warning(
-                    "%s tier: the lock file of volume %s was removed and another process took the volume; letting it go",
+                    "%s tier: the lock file of volume %s was removed and another process took the volume; "
+                    "letting it go",
                     self._tier.name.lower(),
                     member.held.volume_id,
                 )
@@ -322,7 +330,7 @@ class VolumeTier:
                 member.volume.write_recency(np.ascontiguousarray(mine))
             self._after_recency(member)
 
-    # ---- what a kind of tier adds ------------------------------------------------------------------------------------------
+    # ---- what a kind of tier adds ------------------------------------------------------------------------------------
 
     def _after_attach(self, member: Member) -> None:
         """A volume is in use."""
