@@ -1,9 +1,4 @@
-<<<<<<< HEAD
 """Directories for tiers, stores that are looked at and closed afterwards, and a check that nothing is left behind."""
-=======
-"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing
-behind."""
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
 
 from __future__ import annotations
 
@@ -72,12 +67,7 @@ def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
 
 @pytest.fixture
 def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
-<<<<<<< HEAD
     """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`; those still open afterwards are whole.
-=======
-    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be
-    whole.
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
 
     keeper: with its thread; else its rounds are `rig.round()`.
     """

@@ -23,12 +23,7 @@ CHAINS, MOST_PAGES = 40, 12
 
 
 def kill_config(shared: str, disk: str) -> StoreConfig:
-<<<<<<< HEAD
     """Shared memory too small for all chains, a disk that holds them all: none is ever evicted from both."""
-=======
-    """Shared memory too small for all chains, a disk that holds them all: an acknowledged page is never evicted from
-    both."""
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
     return StoreConfig(
         geometry=GEOMETRY,
         host=16 * 4096,

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
 """What the tests of the store share: small pages whose bytes follow from their key, a store with a pool beside it."""
-=======
-"""What the tests of the store share: small pages whose bytes follow from their key, and a store with a pool beside
-it."""
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
 """Memory that a caller lends: whatever its layout, its pages are the same; what does not fit is refused."""
-=======
-"""Memory that a caller lends: every layout that holds the same pages is the same to the store; what does not fit is
-refused."""
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
 """What the store does when the world fails: a miss or a precise error, no wrong byte, no leak, and it goes on."""
-=======
-"""What the store does when the world fails: a miss or a precise error, no wrong byte, nothing leaked, and it goes on
-after."""
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
 
 from __future__ import annotations
 
@@ -79,12 +74,8 @@ def test_saves_loads_and_evictions_survive_a_failure_anywhere(
     open_rig: OpenRig, sizes: dict[str, int], point: str, error: int
 ) -> None:
     rig = open_rig(**sizes)
-<<<<<<< HEAD
     for fault in fail_each(point, error):
         number = fault.nth
-=======
-    for number, fault in enumerate(fail_each(point, error), 1):
->>>>>>> c2ecf5abbf0f403d5b627f8f8a716a01f096062a
         with fault:
             rig.save(chain(number, 3))
             rig.load(chain(number, 3))  # compares what came

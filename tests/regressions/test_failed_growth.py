@@ -10,6 +10,7 @@ import pytest
 
 from stepwell.clock import ManualClock
 from stepwell.errors import StepwellError
+from stepwell.index import Tier
 from stepwell.testing.faults import fail_each
 from store_kit import VOLUME_BYTES, Rig, assert_whole, chain
 
@@ -34,4 +35,6 @@ def test_a_tier_that_failed_to_take_an_orphan_takes_it_later(open_rig: Callable[
         with fault, contextlib.suppress(StepwellError, OSError):  # as the keeper does, but for its log line
             taker.round()
         assert_whole(taker.store)
+        [stats] = taker.store.stats().tiers.values()
+        assert stats.capacity == sum(member.count for member in taker.store._tiers[Tier[tier.upper()]].members)
     assert taker.load(chain(1, 8)) == 8
