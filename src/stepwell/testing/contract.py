@@ -1,15 +1,17 @@
 """The suite that every tier passes, and that anyone can point at their own.
 
-Subclass `TierContract`, answer its three methods, and let pytest collect it:
+Subclass `TierContract`, say what is asked there, and let pytest collect it:
 
     class TestMyTier(TierContract):
-        def make(self) -> PageTier: ...          # the same place each time, so that a second one finds what the first left
-        lasts = True                             # whether pages outlive close()
-        spoil = None                             # how to damage a stored page behind the tier's back, if there is a way
+        lasts = True                                          # its pages outlive close()
+        def make(self, shape) -> PageTier: ...                # at the same place each time
+        def spoil(self, page) -> None: ...                    # damage it behind the tier's back; None: nobody can
 
 What a page is follows from `geometry`. The checks use what the store uses: the tier's slots in an index, its medium
 under the real mover. They need no fixtures; a subclass may use its own in `setup_method`.
 """
+
+# ruff: noqa: D102 - the name of a test is its sentence
 
 from __future__ import annotations
 
@@ -127,8 +129,8 @@ class OpenTier:
 class TierContract:
     """What holds for every tier. Attributes and `make` are the subclass's to answer.
 
-    geometry: of the pages; each of a few KiB. lasts: whether pages outlive close() and are found by the next tier made at
-    the same place. spoil: damages the page of these bytes behind an open tier's back; None where nobody can.
+    geometry: of the pages; each of a few KiB. lasts: whether pages outlive close() and are found by the next tier made
+    at the same place. spoil: damages the page of these bytes behind an open tier's back; None where nobody can.
     Requires: room for 2 * PAGES pages at least.
     """
 
