@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -116,18 +117,20 @@ def oracle(model: Model, requests: tuple[Request, ...]) -> Served:
 def test_four_tiers_serve_the_logits_of_an_unbounded_pool(
     directories: Directories, model: Model, requests: tuple[Request, ...], oracle: Served
 ) -> None:
+    turns = itertools.cycle(((Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST, Tier.SHARED)))
+
     def evict(store: PageStore) -> None:
         store.device.drain()
         store.flush(30.0)
-        store.evict(Tier.DEVICE, 1000)
-        if len(store._counters.evicted_pages) % 2:
-            store.evict(Tier.SHARED, 6)
+        for tier in next(turns):
+            store.evict(tier, 1000)
 
     ours = serve(tiered(directories, device=18), model, requests, between=evict)
     verdict = compare(ours.record, oracle.record, tolerance=1e-3)
     assert verdict.holds, [str(difference) for difference in verdict.differences]
     assert verdict.equal > 100
     assert ours.found("shared") > 0
+    assert ours.found("disk") > 0
     assert len(ours.running) == len(requests)
 
 

@@ -431,7 +431,8 @@ Status read_foreign(const PageShape& shape, const VolumeHeader& header, int meta
                            wanted, target);
 }
 
-std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& header, int metadata_fd, uint32_t slot) {
+std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& header, int metadata_fd,
+                                                            uint32_t slot) {
   if (slot >= header.slots) throw nb::index_error("slot out of range");
   std::array<std::byte, kRecordBytes> bytes;
   int result = 0;
