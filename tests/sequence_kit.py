@@ -220,6 +220,7 @@ def assert_all_returned(store: PageStore) -> None:
     """Nothing is held: no lease, no claim, no pin, no private slot; each tier can be emptied."""
     store.device.drain()
     assert store.flush(30.0)
+    store.device.drain()  # slots of a lost pool that were pinned until now
     assert store.check() == ""
     stats = store.stats()
     assert stats.leases == 0

@@ -38,8 +38,8 @@ from stepwell.sequence import Sequence
 from stepwell.store import PageStore
 from stepwell.testing.stepped import SteppedMover
 
-SEEDS = 100
-OPERATIONS = 300
+SEEDS = 16
+OPERATIONS = 150
 NAMESPACES = (None, Namespace(adapter="other"))
 
 

@@ -177,7 +177,7 @@ def test_pages_that_landed_wait_for_the_rest_of_the_load(make_engine: MakeEngine
 
 
 def test_a_sequence_that_computes_holds_nothing_in_lower_tiers(make_engine: MakeEngine) -> None:
-    """Its lease went on pinning pages that it had given up waiting for."""
+    """Its lease went on pinning pages that it had given up waiting for, in host and shared memory."""
     engine = make_engine(device=6)
     engine.cache(prompt(1, 21))
     evict_all(engine.store, Tier.DEVICE)
@@ -191,9 +191,10 @@ def test_a_sequence_that_computes_holds_nothing_in_lower_tiers(make_engine: Make
     sequence.compute()
     engine.settle(sequence)
     blocker.close()
-    assert engine.store.stats().tiers["shared"].pinned == 5 - sequence.ready // 4 == 3
+    assert sequence.ready == 8
+    assert engine.store.stats().tiers["host"].pinned == 3
     assert engine.store.extend([sequence], [12]).ok.all()
-    assert engine.store.stats().tiers["shared"].pinned == 1  # the page that it claimed to compute
+    assert engine.store.stats().tiers["host"].pinned == 1  # the page that it claimed to compute
 
 
 def test_compute_is_final_while_a_part_is_loading(make_engine: MakeEngine) -> None:
