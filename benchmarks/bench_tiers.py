@@ -1,9 +1,11 @@
-"""Time pages between each pair of tiers through a whole store, beside the plainest copy of the same bytes in the same run.
+"""Time pages between each pair of tiers through a whole store, beside the plainest copy of the same bytes in the same
+run.
 
     python benchmarks/bench_tiers.py [--page-kib 2048] [--pages 128] [--rounds 5] [--disk DIR] [--output FILE]
 
-Figures are payload GB/s, medians over interleaved rounds. `copy` is a non-temporal copy of as many bytes by one thread, `memcpy` numpy's; `raw read` and
-`raw write` are O_DIRECT calls of one page at a time by as many threads as the store has I/O workers. Disk pages are read cold: by O_DIRECT. Checksums are on.
+Figures are payload GB/s, medians over interleaved rounds. `copy` is a non-temporal copy of as many bytes by one thread,
+`memcpy` numpy's; `raw read` and `raw write` are O_DIRECT calls of one page at a time by as many threads as the store
+has I/O workers. Disk pages are read cold: by O_DIRECT. Checksums are on.
 """
 
 from __future__ import annotations
@@ -103,9 +105,20 @@ def rounds_of(store: PageStore, options: argparse.Namespace, directory: Path) ->
 
 
 def machine() -> dict[str, str | int]:
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {"cpu": model, "cores": os.cpu_count() or 0, "kernel": platform.release(), "python": platform.python_version(), "commit": commit}
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "cpu": model,
+        "cores": os.cpu_count() or 0,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": commit,
+    }
 
 
 def main() -> int:
@@ -134,7 +147,12 @@ def main() -> int:
         shutil.rmtree(shared)
         shutil.rmtree(disk)
     medians = {name: statistics.median(values) for name, values in figures.items()}
-    limit = {"raw write": "raw write", "raw read": "raw read", "shared -> disk": "raw write", "disk -> shared + pool": "raw read"}
+    limit = {
+        "raw write": "raw write",
+        "raw read": "raw read",
+        "shared -> disk": "raw write",
+        "disk -> shared + pool": "raw read",
+    }
     result = {
         "benchmark": "tiers",
         "machine": machine(),

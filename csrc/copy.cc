@@ -61,7 +61,7 @@ struct LayerCopy {
   const StreamView* views;
   uint32_t streams;
   uint64_t slot;
-  std::byte* page;  // contiguous canonical bytes; only read when scattering
+  std::byte* page;        // contiguous canonical bytes; only read when scattering
   const std::byte* next;  // where the pool's next layer starts, or null
   bool with_crc;
   uint32_t crc;
@@ -87,9 +87,9 @@ struct Cursor {
   }
 };
 
-// How far the gather runs ahead of itself. Pieces lie too far apart for the hardware prefetcher, and the checksum's instructions
-// fill the reorder buffer before the next piece's first load: without this a piece of 256 bytes costs one DRAM latency
-// (measured: 1.5 GB/s; benchmarks/bench_copy.py).
+// How far the gather runs ahead of itself. Pieces lie too far apart for the hardware prefetcher, and the checksum's
+// instructions fill the reorder buffer before the next piece's first load: without this a piece of 256 bytes costs one
+// DRAM latency (measured: 1.5 GB/s; benchmarks/bench_copy.py).
 constexpr uint64_t kAheadBytes = 2048;
 
 void prefetch_head(const std::byte* piece, uint64_t bytes) noexcept {
@@ -105,8 +105,7 @@ void copy_layer(void* argument) noexcept {
     const StreamView& view = job.views[stream];
     Cursor ahead(view, job.slot);
     if constexpr (direction == Direction::kGather) {
-      const std::byte* const next =
-          stream + 1 < job.streams ? Cursor(job.views[stream + 1], job.slot).piece : job.next;
+      const std::byte* const next = stream + 1 < job.streams ? Cursor(job.views[stream + 1], job.slot).piece : job.next;
       if (next != nullptr) prefetch_head(next, view.piece_bytes);
       for (uint64_t bytes = 0; bytes < kAheadBytes && !ahead.is_at_end(); bytes += view.piece_bytes, ahead.advance())
         prefetch_head(ahead.piece, view.piece_bytes);

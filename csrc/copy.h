@@ -11,11 +11,11 @@
 namespace stepwell {
 
 // Where one stream of one layer of a slot lies: outer x inner pieces of `piece_bytes` contiguous bytes.
-// Canonical order inside a stream is (token, head, dim): outer = tokens, inner = heads, piece = dim; a layout in which heads
-// (or whole pages) are contiguous is given with fewer, larger pieces (coalesce()).
+// Canonical order inside a stream is (token, head, dim): outer = tokens, inner = heads, piece = dim; a layout in which
+// heads (or whole pages) are contiguous is given with fewer, larger pieces (coalesce()).
 struct StreamView {
-  std::byte* base = nullptr;   // of slot 0
-  int64_t slot_stride = 0;     // bytes
+  std::byte* base = nullptr;  // of slot 0
+  int64_t slot_stride = 0;    // bytes
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
   uint32_t outer_count = 1;
@@ -37,7 +37,8 @@ class PoolLayout {
   // Copies layer `layer` of `slot` to contiguous `target`; *crc continues over its canonical bytes.
   // `guarded`: target (source for scatter) is a mapping; the copies run inside the SIGBUS guard.
   Status gather_layer(uint64_t slot, uint32_t layer, std::byte* target, uint32_t* crc, bool guarded) const noexcept;
-  Status scatter_layer(uint64_t slot, uint32_t layer, const std::byte* source, uint32_t* crc, bool guarded) const noexcept;
+  Status scatter_layer(uint64_t slot, uint32_t layer, const std::byte* source, uint32_t* crc,
+                       bool guarded) const noexcept;
 
  private:
   std::vector<StreamView> views_;

@@ -15,10 +15,10 @@
 #include <sys/auxv.h>
 #endif
 
-// How the fused copy works: a block of 1 KiB is four lanes of 256 bytes. Each step loads one word of each lane, feeds it to that
-// lane's checksum and stores the same register: a source byte is read once, and four independent chains hide the latency of
-// the crc instruction (3 cycles). At the end of a block the lanes are joined: shift by x^(8 * distance), one table or
-// carry-less product each. Measured against other shapes: see benchmarks/bench_copy.py.
+// How the fused copy works: a block of 1 KiB is four lanes of 256 bytes. Each step loads one word of each lane, feeds
+// it to that lane's checksum and stores the same register: a source byte is read once, and four independent chains hide
+// the latency of the crc instruction (3 cycles). At the end of a block the lanes are joined: shift by x^(8 * distance),
+// one table or carry-less product each. Measured against other shapes: see benchmarks/bench_copy.py.
 
 namespace stepwell {
 namespace {
@@ -113,8 +113,8 @@ constexpr Kernels kPortable = {"table", update_portable, copy_portable, stream_p
 // ---- x86-64: SSE4.2 crc32, PCLMULQDQ to join lanes, movnti to stream words, AVX2 for the plain copy ----
 #if defined(__x86_64__)
 
-// Below this a piece is stored through the cache: the lines at its ends are seldom filled whole, and a streamed line that is
-// not costs more than it saves. Source: benchmarks/bench_copy.py.
+// Below this a piece is stored through the cache: the lines at its ends are seldom filled whole, and a streamed line
+// that is not costs more than it saves. Source: benchmarks/bench_copy.py.
 constexpr size_t kStreamBytes = 1024;
 constexpr size_t kLineBytes = 64;
 constexpr size_t kPrefetchBytes = 2 * kBlockBytes;
@@ -146,8 +146,8 @@ STEPWELL_INLINE_SSE42 void put(std::byte* target, size_t at, uint64_t word) noex
   }
 }
 
-// The factor that, multiplied carry-less into a register and reduced by one crc32 instruction, shifts it by `bytes`. The 64-bit
-// product of two reflected 32-bit values stands one place low, and the instruction multiplies by x^32.
+// The factor that, multiplied carry-less into a register and reduced by one crc32 instruction, shifts it by `bytes`.
+// The 64-bit product of two reflected 32-bit values stands one place low, and the instruction multiplies by x^32.
 constexpr uint64_t shift_factor(uint64_t bytes) noexcept { return power_of_x(8 * bytes - 33); }
 
 template <uint64_t bytes>
@@ -253,7 +253,8 @@ Kernels detect() noexcept {
   return kernels;
 }
 
-// ---- AArch64: the CRC extension. No streaming stores: these cores notice full lines being written and stop allocating ----
+// ---- AArch64: the CRC extension. No streaming stores: these cores notice full lines being written and stop allocating
+// ----
 #elif defined(__aarch64__) && defined(__linux__)
 
 #if defined(__clang__)
@@ -359,7 +360,8 @@ void stream_copy(void* target, const void* source, size_t bytes) noexcept {
 }
 
 uint32_t crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b) noexcept {
-  // x has order 2^32 - 1 at most modulo a polynomial of degree 32; 8 * bytes_b is taken modulo it so that it cannot overflow.
+  // x has order 2^32 - 1 at most modulo a polynomial of degree 32; 8 * bytes_b is taken modulo it so that it cannot
+  // overflow.
   constexpr uint64_t kOrder = 0xffffffff;
   return multiply(crc_a, power_of_x(8 * (bytes_b % kOrder) % kOrder)) ^ crc_b;
 }

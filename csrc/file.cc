@@ -29,14 +29,14 @@ std::atomic<uint32_t> fork_generation{0};
 
 namespace {
 
-// The descriptors that a forked child closes: one bit for each number. A fixed table, because the child's handler may run
-// while another thread of the parent held malloc's lock.
+// The descriptors that a forked child closes: one bit for each number. A fixed table, because the child's handler may
+// run while another thread of the parent held malloc's lock.
 constexpr int kMaxDescriptors = 1 << 20;
 std::atomic<uint64_t> registry[kMaxDescriptors / 64];
 
-// Held while a descriptor is made and registered, or unregistered and closed, and over a fork: so at a fork a descriptor is
-// open if and only if its bit is set. Opening is rare and never on a data path; a mutex, unlike a lock with readers, can be
-// unlocked by the child, whose thread is the one that locked it.
+// Held while a descriptor is made and registered, or unregistered and closed, and over a fork: so at a fork a
+// descriptor is open if and only if its bit is set. Opening is rare and never on a data path; a mutex, unlike a lock
+// with readers, can be unlocked by the child, whose thread is the one that locked it.
 std::mutex fork_mutex;
 
 void before_fork() { fork_mutex.lock(); }
@@ -102,8 +102,8 @@ void convert(const struct ::stat& from, FileStat* to) noexcept {
   to->is_symlink = S_ISLNK(from.st_mode);
 }
 
-// f_type of file systems on which another machine may hold the same file, so that flock and mappings are not what they are
-// on a local one. Numbers as of statfs(2) and the file systems' own sources.
+// f_type of file systems on which another machine may hold the same file, so that flock and mappings are not what they
+// are on a local one. Numbers as of statfs(2) and the file systems' own sources.
 constexpr uint64_t kNetworkTypes[] = {
     0x6969,      // NFS
     0x517B,      // SMB
@@ -128,8 +128,9 @@ constexpr uint64_t kNetworkTypes[] = {
 };
 constexpr uint64_t kFuseType = 0x65735546;
 
-// FUSE has one number for all its kinds; the mount table tells them apart. Local: a block device's (ntfs-3g, exfat), and the
-// overlay of rootless containers. Everything else (sshfs, gluster, virtiofs, object stores, unknown ones) counts as remote.
+// FUSE has one number for all its kinds; the mount table tells them apart. Local: a block device's (ntfs-3g, exfat),
+// and the overlay of rootless containers. Everything else (sshfs, gluster, virtiofs, object stores, unknown ones)
+// counts as remote.
 bool is_remote_fuse(const std::string& path) noexcept {
   struct ::stat status;
   if (::stat(path.c_str(), &status) != 0) return true;
@@ -379,7 +380,8 @@ int map(int fd, uint64_t bytes, void** address) noexcept {
   if (bytes == 0 || bytes > SIZE_MAX) return -EINVAL;
   void* mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) return -errno;
-  // A child that inherited the mapping would see stores of its parent, and hold the file's memory after the parent's death.
+  // A child that inherited the mapping would see stores of its parent, and hold the file's memory after the parent's
+  // death.
   if (::madvise(mapped, bytes, MADV_DONTFORK) != 0) {
     const int error = -errno;
     ::munmap(mapped, bytes);

@@ -2,8 +2,8 @@
 //
 // Functions return a value >= 0 or -errno, as system calls do in the kernel; they retry EINTR. Nothing here throws.
 // Descriptors are close-on-exec and are closed in a forked child (pthread_atfork), so that a child keeps no lock alive.
-// open() registers what it returns for that, so there is no moment at which a fork in another thread leaks a descriptor;
-// hence a descriptor of open() is closed by its Descriptor or by file::close(), never by ::close.
+// open() registers what it returns for that, so there is no moment at which a fork in another thread leaks a
+// descriptor; hence a descriptor of open() is closed by its Descriptor or by file::close(), never by ::close.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ extern std::atomic<uint32_t> fork_generation;
 class Descriptor {
  public:
   Descriptor() = default;
-  // Takes ownership of fd; negative: invalid. Throws std::length_error for a number that the registry cannot hold (2^20).
+  // Takes ownership of fd; negative: invalid. Throws std::length_error for a number that the registry cannot hold
+  // (2^20).
   explicit Descriptor(int fd);
   Descriptor(Descriptor&& other) noexcept;
   Descriptor& operator=(Descriptor&& other) noexcept;
@@ -71,18 +72,19 @@ int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) noexcept
 // The whole range or -errno; end of file before it: -EIO. Each underlying call is a point.
 int pread_all(int fd, void* data, size_t bytes, uint64_t offset) noexcept;
 int pwrite_all(int fd, const void* data, size_t bytes, uint64_t offset) noexcept;
-int truncate(int fd, uint64_t bytes) noexcept;                     // point: file.truncate
-int reserve(int fd, uint64_t offset, uint64_t bytes) noexcept;     // fallocate; point: file.reserve
-int sync(int fd) noexcept;                                         // fdatasync; point: file.sync
-int lock(int fd) noexcept;          // flock LOCK_EX | LOCK_NB; -EWOULDBLOCK if held.  point: file.lock
-int unlock(int fd) noexcept;        // flock LOCK_UN.                                  point: file.unlock
+int truncate(int fd, uint64_t bytes) noexcept;                  // point: file.truncate
+int reserve(int fd, uint64_t offset, uint64_t bytes) noexcept;  // fallocate; point: file.reserve
+int sync(int fd) noexcept;                                      // fdatasync; point: file.sync
+int lock(int fd) noexcept;    // flock LOCK_EX | LOCK_NB; -EWOULDBLOCK if held.  point: file.lock
+int unlock(int fd) noexcept;  // flock LOCK_UN.                                  point: file.unlock
 int rename(const std::string& from, const std::string& to) noexcept;  // point: file.rename
 int unlink(const std::string& path) noexcept;                         // point: file.unlink
 int make_directory(const std::string& path, uint32_t mode) noexcept;  // point: file.mkdir
 int remove_directory(const std::string& path) noexcept;               // rmdir; point: file.rmdir
-int list(const std::string& path, std::vector<std::string>* names) noexcept;  // sorted, without . and ..; point: file.list
-int stat(const std::string& path, FileStat* out) noexcept;  // lstat; point: file.stat
-int fstat(int fd, FileStat* out) noexcept;                  // point: file.fstat
+// sorted, without . and ..; point: file.list
+int list(const std::string& path, std::vector<std::string>* names) noexcept;
+int stat(const std::string& path, FileStat* out) noexcept;          // lstat; point: file.stat
+int fstat(int fd, FileStat* out) noexcept;                          // point: file.fstat
 int statfs(const std::string& path, FileSystemStat* out) noexcept;  // point: file.statfs
 // Direct-I/O alignment of the file, bytes (STATX_DIOALIGN, max of memory and offset; else 4096 where an O_DIRECT probe
 // read works; 0: refused). point: file.direct_alignment

@@ -17,8 +17,8 @@ namespace {
 constexpr size_t kMaxRanges = 4096;
 constexpr uintptr_t kReserved = 1;  // an entry that add_range is filling
 
-// first == 0: free. The handler reads entries without a lock: `first` is stored last when an entry is filled and cleared
-// first when it is emptied, and the handler looks at it on both sides of `last`.
+// first == 0: free. The handler reads entries without a lock: `first` is stored last when an entry is filled and
+// cleared first when it is emptied, and the handler looks at it on both sides of `last`.
 struct Range {
   std::atomic<uintptr_t> first{0};
   std::atomic<uintptr_t> last{0};  // one past the end
@@ -110,8 +110,9 @@ void on_sigbus(int signal, siginfo_t* info, void* context) {
       faults_caught.fetch_add(1, std::memory_order_relaxed);
       siglongjmp(frame->jump, 1);
     }
-    // A handler installed after ours (Python's faulthandler) reports, puts ours back and raises the signal again without an
-    // address. Go on: if the fault was real, the access faults once more, and then it comes here with its address.
+    // A handler installed after ours (Python's faulthandler) reports, puts ours back and raises the signal again
+    // without an address. Go on: if the fault was real, the access faults once more, and then it comes here with its
+    // address.
     if (info->si_code <= 0 && info->si_pid == getpid()) return;
   }
   chain(signal, info, context);
@@ -166,8 +167,8 @@ void remove_range(const void* address) noexcept {
   }
 }
 
-// Not inlined and without anything to destroy: between sigsetjmp and siglongjmp no value lives in a register that is read
-// afterwards.
+// Not inlined and without anything to destroy: between sigsetjmp and siglongjmp no value lives in a register that is
+// read afterwards.
 [[gnu::noinline]] Status run(void (*leaf)(void*) noexcept, void* argument) noexcept {
   Frame frame;
   frame.outer = current;

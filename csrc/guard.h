@@ -23,8 +23,8 @@ bool is_ours() noexcept;
 bool add_range(const void* address, uint64_t bytes) noexcept;
 void remove_range(const void* address) noexcept;
 
-// Runs leaf(argument) inside one guard; the functions below are built on it. REQUIRES of leaf: nothing to destroy, no lock,
-// no allocation, no call that leaves csrc: a fault ends it wherever it is.
+// Runs leaf(argument) inside one guard; the functions below are built on it. REQUIRES of leaf: nothing to destroy, no
+// lock, no allocation, no call that leaves csrc: a fault ends it wherever it is.
 Status run(void (*leaf)(void*) noexcept, void* argument) noexcept;
 
 // Copies between mapping and private memory, either direction; with `crc` non-null updates it (crc32c_copy).

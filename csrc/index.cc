@@ -21,13 +21,17 @@ namespace stepwell {
 
 namespace {
 
-constexpr uint8_t kKv = 1;                    // the kind whose keys are prefix hashes
+constexpr uint8_t kKv = 1;  // the kind whose keys are prefix hashes
 constexpr uint8_t kNoTier = 0xff;
-constexpr uint32_t kFirstHashPages = 32;      // hashed past the tree's end before the first look; doubles from then on, because
-constexpr uint32_t kMostHashPages = 1024;     // what was found once is likely to go on, and a miss should cost little
-constexpr uint32_t kAhead = 16;               // keys fetched ahead of the one looked up
-constexpr size_t kLogEntries = 256;           // touches kept back; with 32,768 pages at about 10 ns each, applying a full log
-constexpr uint64_t kLogPages = 32768;         // holds the mutex for less than a millisecond
+// Hashed past the tree's end before the first look; doubles from then on, because what was found once is likely to go
+// on, and a miss should cost little.
+constexpr uint32_t kFirstHashPages = 32;
+constexpr uint32_t kMostHashPages = 1024;
+constexpr uint32_t kAhead = 16;  // keys fetched ahead of the one looked up
+// Touches kept back; with 32,768 pages at about 10 ns each, applying a full log holds the mutex for less than a
+// millisecond.
+constexpr size_t kLogEntries = 256;
+constexpr uint64_t kLogPages = 32768;
 
 constexpr size_t at(int tier) { return static_cast<size_t>(tier); }
 constexpr size_t at(Tier tier) { return static_cast<size_t>(tier); }
@@ -47,9 +51,7 @@ Standing standing(uint32_t packed, TierMask usable) {
   for (int tier = 0; tier < kTiers; ++tier) {
     if (!has(usable, tier)) continue;
     switch (static_cast<Residency>((packed >> (8 * tier)) & 0xff)) {
-      case Residency::kResident:
-        out.tier = static_cast<uint8_t>(tier);
-        return out;
+      case Residency::kResident: out.tier = static_cast<uint8_t>(tier); return out;
       case Residency::kLeaving:
         if (leaving_tier == kNoTier) leaving_tier = static_cast<uint8_t>(tier);
         break;
@@ -78,9 +80,9 @@ struct LoosePin {
 
 struct Lease {
   uint32_t generation = 0;
-  uint32_t owners = 0;  // 0: free
-  std::vector<LeaseSpan> spans;   // of a match by tokens
-  std::vector<LoosePin> loose;    // of a match by keys
+  uint32_t owners = 0;           // 0: free
+  std::vector<LeaseSpan> spans;  // of a match by tokens
+  std::vector<LoosePin> loose;   // of a match by keys
   uint32_t pages() const {
     return spans.empty() ? static_cast<uint32_t>(loose.size()) : spans.back().first_page + spans.back().pages;
   }
@@ -94,14 +96,14 @@ struct Namespace {
 
 // What is known of a token path, without having changed anything.
 struct Survey {
-  TreePlace place;                  // where the tree ends
-  std::vector<Span> spans;          // of the usable run
-  std::vector<LoosePin> leaving;    // pages of the run that must be kept to be usable
-  std::vector<PageId> by_key;       // pages of the run past the tree's end
+  TreePlace place;                // where the tree ends
+  std::vector<Span> spans;        // of the usable run
+  std::vector<LoosePin> leaving;  // pages of the run that must be kept to be usable
+  std::vector<PageId> by_key;     // pages of the run past the tree's end
   uint32_t usable = 0;
   uint32_t pending = 0;
   Miss miss = Miss::kNone;
-  bool wants_hashes = false;        // it ended only for lack of hashes, from page hash_from on
+  bool wants_hashes = false;  // it ended only for lack of hashes, from page hash_from on
   uint32_t hash_from = 0;
 };
 
@@ -118,18 +120,19 @@ class Index::Impl {
   std::array<SlotRanges, kTiers> slots;
   std::array<std::array<uint64_t, kResidencies>, kTiers> in_state{};  // pages; kAbsent is not counted
   std::array<uint64_t, kTiers> page_pinned{};                         // RESIDENT pages with a page pin
-  std::array<PageId, kTiers> last_old{kNoPage, kNoPage, kNoPage, kNoPage};  // ranked last of the pages of other epochs, which all leave first
+  // ranked last of the pages of other epochs, which all leave first
+  std::array<PageId, kTiers> last_old{kNoPage, kNoPage, kNoPage, kNoPage};
   std::array<std::vector<PageId>, kTiers> quarantined;
   std::vector<Namespace> namespaces;
-  std::map<std::pair<uint32_t, uint64_t>, NodeId> roots;              // (namespace, epoch)
+  std::map<std::pair<uint32_t, uint64_t>, NodeId> roots;  // (namespace, epoch)
   uint64_t epoch = 0;
   std::vector<Lease> leases;
   std::vector<uint32_t> free_leases;
   uint64_t live_leases = 0;
-  std::vector<PageId> touches;                                        // ends of paths, in call order
+  std::vector<PageId> touches;  // ends of paths, in call order
   uint64_t touched_pages = 0;
   std::atomic<bool> poisoned{false};
-  mutable std::vector<NodeId> path;                                   // scratch of path_to()
+  mutable std::vector<NodeId> path;  // scratch of path_to()
 
   // Runs f under the mutex; an assertion that fails in it poisons the index.
   template <typename F>
@@ -218,8 +221,9 @@ class Index::Impl {
     }
   }
 
-  // As just used, but never above an ancestor (I4: directly below one is above all its other descendants). A page that no match can
-  // reach, its parent gone or its epoch past, goes to the leaving end; with children, only as far as keeps it above them.
+  // As just used, but never above an ancestor (I4: directly below one is above all its other descendants). A page that
+  // no match can reach, its parent gone or its epoch past, goes to the leaving end; with children, only as far as keeps
+  // it above them.
   void enter_rank(PageId page, int tier) {
     Rank& rank = ranks[at(tier)];
     const bool is_old = pages.epoch(page) != epoch;
@@ -316,8 +320,10 @@ class Index::Impl {
     ++pages.children(parent);
   }
 
-  // Links a page of unknown parent where that cannot be wrong: depths fit, and no cycle arises (labels of a volume are not trusted).
-  // Keeps: where a page's depth is known, so is its linked parent's, one less. True if `parent` is the page's parent now.
+  // Links a page of unknown parent where that cannot be wrong: depths fit, and no cycle arises (labels of a volume are
+  // not trusted).
+  // Keeps: where a page's depth is known, so is its linked parent's, one less. True if `parent` is the page's parent
+  // now.
   bool try_link(PageId page, PageId parent) {
     if (pages.parent_state(page) != ParentState::kUnknown) return pages.parent(page) == parent;
     if (page == parent || pages.node(page) != kNoNode) return false;
@@ -375,7 +381,8 @@ class Index::Impl {
     std::reverse(path.begin(), path.end());
   }
 
-  // f(first id, count, packed residency) for runs of equal residency and consecutive ids of the path to `place`; stops where f says false.
+  // f(first id, count, packed residency) for runs of equal residency and consecutive ids of the path to `place`; stops
+  // where f says false.
   template <typename F>
   bool scan(const TreePlace& place, F&& f) const {
     path_to(place.node);
@@ -441,7 +448,8 @@ class Index::Impl {
     return true;
   }
 
-  // Calls f(page, place_or_depth) for pages past the tree's end, as far as hashes are known. Sets wants_hashes in `survey` where only hashes were missing.
+  // Calls f(page, place_or_depth) for pages past the tree's end, as far as hashes are known. Sets wants_hashes in
+  // `survey` where only hashes were missing.
   template <typename F>
   void scan_by_key(uint32_t name_space, uint32_t total, Hashes* hashes, Survey* survey, F&& f) {
     PageId before = page_before(survey->place);
@@ -551,11 +559,13 @@ class Index::Impl {
 
   Lease& live_lease(uint64_t id) {
     Lease* lease = find_lease(id);
-    if (lease == nullptr) throw std::invalid_argument("lease " + std::to_string(id) + " is not live: released, or never given");
+    if (lease == nullptr)
+      throw std::invalid_argument("lease " + std::to_string(id) + " is not live: released, or never given");
     return *lease;
   }
 
-  // Pins [first_page, first_page + pages) in `tier`; `below` is a node on the path at or below its end. Edges are split at both ends.
+  // Pins [first_page, first_page + pages) in `tier`; `below` is a node on the path at or below its end. Edges are split
+  // at both ends.
   LeaseSpan pin_span(NodeId below, const Span& span) {
     const uint32_t end = span.first_page + span.pages;
     const int tier = static_cast<int>(span.tier);
@@ -675,9 +685,12 @@ class Index::Impl {
     if (name_space >= namespaces.size()) throw std::invalid_argument("no namespace " + std::to_string(name_space));
   }
 
-  void claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers, NodeId root, ClaimBatch* out);
-  void recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted);
-  void rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered, const std::unordered_set<PageId>& had_children);
+  void claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
+                  NodeId root, ClaimBatch* out);
+  void recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count,
+               uint8_t* accepted);
+  void rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
+                      const std::unordered_set<PageId>& had_children);
   std::string check();
   std::string check_records() const;
   std::string check_tree() const;
@@ -690,7 +703,8 @@ namespace {
 void check_keys(const Key* keys, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     if (keys[i].length == 0 || keys[i].length > kMaxKeyBytes) {
-      throw std::invalid_argument("key " + std::to_string(i) + " has " + std::to_string(keys[i].length) + " bytes; 1 to 64 are possible");
+      throw std::invalid_argument("key " + std::to_string(i) + " has " + std::to_string(keys[i].length) +
+                                  " bytes; 1 to 64 are possible");
     }
   }
 }
@@ -827,7 +841,8 @@ MatchResult Index::match_and_pin(uint32_t name_space, const int32_t* tokens, uin
   return result;
 }
 
-uint32_t Index::match_length(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable, uint32_t* pending) {
+uint32_t Index::match_length(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable,
+                             uint32_t* pending) {
   Impl& in = *impl_;
   in.check_name_space(name_space);
   const uint32_t page_tokens = in.pages.page_tokens();
@@ -894,7 +909,8 @@ MatchResult Index::match_keys_and_pin(const Key* keys, uint32_t count, uint8_t k
   });
 }
 
-uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers, uint32_t* slots) const {
+uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers,
+                            uint32_t* slots) const {
   Impl& in = *impl_;
   return in.locked([&] {
     const Lease& lease = in.live_lease(lease_id);
@@ -905,7 +921,8 @@ uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t cou
       slots[written] = in.pages.slot(page, tier);
       ++written;
     };
-    for (uint32_t i = first_page; i < lease.loose.size() && written < count; ++i) put(lease.loose[i].page, lease.loose[i].tier);
+    for (uint32_t i = first_page; i < lease.loose.size() && written < count; ++i)
+      put(lease.loose[i].page, lease.loose[i].tier);
     std::vector<PageId> ids;
     for (const LeaseSpan& span : lease.spans) {
       if (written == count) break;
@@ -980,8 +997,8 @@ void Index::shorten(uint64_t lease_id, uint32_t pages) {
 
 // ---- claims --------------------------------------------------------------------------------------------------------
 
-void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers, NodeId root,
-                             ClaimBatch* out) {
+void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total,
+                             TierMask tiers, NodeId root, ClaimBatch* out) {
   const size_t page_tokens = pages.page_tokens();
   TreePlace place = tree.walk(root, tokens, total);
   const uint32_t walked = place.depth;
@@ -1031,12 +1048,13 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
   drop_if_dead(last);
 }
 
-void Index::claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
-                         ClaimBatch* out) {
+void Index::claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page,
+                         uint32_t total, TierMask tiers, ClaimBatch* out) {
   Impl& in = *impl_;
   in.check_name_space(name_space);
   if (first_page > total || total >= kUnknownDepth) {
-    throw std::invalid_argument("pages " + std::to_string(first_page) + " to " + std::to_string(total) + " are no range");
+    throw std::invalid_argument("pages " + std::to_string(first_page) + " to " + std::to_string(total) +
+                                " are no range");
   }
   check_keys(keys, total);
   Impl::reset(out, total - first_page);
@@ -1051,8 +1069,8 @@ void Index::claim_absent(uint32_t name_space, const int32_t* tokens, const Key* 
   });
 }
 
-void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent, TierMask tiers,
-                              ClaimBatch* out) {
+void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state,
+                              const Key& parent, TierMask tiers, ClaimBatch* out) {
   Impl& in = *impl_;
   check_keys(keys, count);
   if (parent_state == ParentState::kKnown) check_keys(&parent, 1);
@@ -1124,7 +1142,8 @@ Status Index::commit(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kArriving) {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
+        in.pages.residency(page, t) != Residency::kArriving) {
       return Status::kStale;
     }
     in.make_resident(page, t, Move::kCommit);
@@ -1136,7 +1155,8 @@ Status Index::abort(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kArriving) {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
+        in.pages.residency(page, t) != Residency::kArriving) {
       return Status::kStale;
     }
     in.move(page, t, Move::kAbort);
@@ -1185,7 +1205,8 @@ void Index::labels(const PageId* pages, size_t count, Label* out) const {
 
 // ---- eviction ------------------------------------------------------------------------------------------------------
 
-void Index::pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots) {
+void Index::pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages,
+                         std::vector<uint32_t>* slots) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   pages->clear();
@@ -1208,7 +1229,8 @@ void Index::claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vecto
     const SlotRanges& slots = in.slots[at(t)];
     uint32_t first_slot = 0, last_slot = UINT32_MAX;
     if (only_range != kNoSlot) {
-      if (!slots.has_range(only_range)) throw std::invalid_argument("no slot range starts at " + std::to_string(only_range));
+      if (!slots.has_range(only_range))
+        throw std::invalid_argument("no slot range starts at " + std::to_string(only_range));
       first_slot = only_range;
       last_slot = slots.last_of(only_range);
     }
@@ -1228,7 +1250,8 @@ Status Index::finish(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kLeaving) {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
+        in.pages.residency(page, t) != Residency::kLeaving) {
       return Status::kStale;
     }
     in.move(page, t, Move::kFinish);
@@ -1242,7 +1265,8 @@ Status Index::keep(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kLeaving) {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
+        in.pages.residency(page, t) != Residency::kLeaving) {
       return Status::kStale;
     }
     in.make_resident(page, t, Move::kKeep);
@@ -1303,8 +1327,8 @@ Status Index::mend(PageId page, Tier tier, uint32_t number, bool mended) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number || in.pages.residency(page, t) != Residency::kQuarantined ||
-        !has(in.pages.handed_out(page), t)) {
+    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
+        in.pages.residency(page, t) != Residency::kQuarantined || !has(in.pages.handed_out(page), t)) {
       return Status::kStale;
     }
     in.next_number(page, t);
@@ -1333,7 +1357,8 @@ void Index::claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t cou
       const NodeId root = in.namespaces[name_space].root;
       found.place = root == kNoNode ? TreePlace{} : in.tree.walk(root, tokens, total);
       std::vector<PageId> chain;
-      if (found.place.depth > 0) in.span_pages({found.place.node, 0, found.place.depth, 0}, 0, found.place.depth, &chain);
+      if (found.place.depth > 0)
+        in.span_pages({found.place.node, 0, found.place.depth, 0}, 0, found.place.depth, &chain);
       in.scan_by_key(name_space, total, &hashes, &found, [&](PageId page) {
         chain.push_back(page);
         return true;
@@ -1341,7 +1366,9 @@ void Index::claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t cou
       if (found.wants_hashes) return;
       for (size_t i = chain.size(); i-- > keep_pages;) {
         for (int tier = 0; tier < kTiers; ++tier) {
-          if (!has(tiers, tier) || in.pages.residency(chain[i], tier) != Residency::kResident || in.is_pinned(chain[i], tier)) continue;
+          if (!has(tiers, tier) || in.pages.residency(chain[i], tier) != Residency::kResident ||
+              in.is_pinned(chain[i], tier))
+            continue;
           in.move(chain[i], tier, Move::kClaimVictim);
           out[tier].push_back({chain[i], in.pages.slot(chain[i], tier), in.next_number(chain[i], tier)});
         }
@@ -1369,8 +1396,8 @@ void Index::free_private(Tier tier, const uint32_t* slots, size_t count) {
   impl_->locked([&] { give_back(&impl_->slots[at(tier)], SlotUse::kPrivate, slots, count, "a private slot"); });
 }
 
-ClaimOutcome Index::publish_private(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t page_index, Tier tier,
-                                    uint32_t slot, PageId* published_page) {
+ClaimOutcome Index::publish_private(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t page_index,
+                                    Tier tier, uint32_t slot, PageId* published_page) {
   Impl& in = *impl_;
   in.check_name_space(name_space);
   check_keys(keys, page_index + size_t{1});
@@ -1378,13 +1405,16 @@ ClaimOutcome Index::publish_private(uint32_t name_space, const int32_t* tokens, 
   const int t = static_cast<int>(tier);
   const size_t page_tokens = in.pages.page_tokens();
   return in.locked([&] {
-    if (in.slots[at(t)].use(slot) != SlotUse::kPrivate) throw std::invalid_argument("slot " + std::to_string(slot) + " is not a private slot");
+    if (in.slots[at(t)].use(slot) != SlotUse::kPrivate)
+      throw std::invalid_argument("slot " + std::to_string(slot) + " is not a private slot");
     if (in.poisoned.load(std::memory_order_relaxed)) return ClaimOutcome::kRefused;
-    // Behind a page that is in its place already only this one's tokens are compared: pages are published one after another.
+    // Behind a page that is in its place already only this one's tokens are compared: pages are published one after
+    // another.
     TreePlace place;
     const PageId before = page_index == 0 ? kNoPage : in.pages.find(keys[page_index - 1], kKv, in.epoch);
     if (before != kNoPage && in.pages.node(before) != kNoNode && in.pages.depth(before) == page_index - 1 &&
-        std::memcmp(in.pages.tokens(before), tokens + (page_index - 1) * page_tokens, page_tokens * sizeof(int32_t)) == 0) {
+        std::memcmp(in.pages.tokens(before), tokens + (page_index - 1) * page_tokens, page_tokens * sizeof(int32_t)) ==
+            0) {
       const NodeId node = in.pages.node(before);
       place = {node, page_index - in.tree.node(node).start, page_index};
     } else {
@@ -1428,11 +1458,13 @@ ClaimOutcome Index::publish_private(uint32_t name_space, const int32_t* tokens, 
 
 // ---- recovery, export, statistics ----------------------------------------------------------------------------------
 
-void Index::recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted) {
+void Index::recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count,
+                    uint8_t* accepted) {
   impl_->locked([&] { impl_->recover(tier, slots, labels, stamps, count, accepted); });
 }
 
-void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted) {
+void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count,
+                          uint8_t* accepted) {
   const int t = static_cast<int>(tier);
   apply_touches();
   std::vector<std::pair<PageId, uint64_t>> recovered;  // with stamps
@@ -1472,8 +1504,8 @@ void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, 
       if (pages.depth(page) != kUnknownDepth && pages.depth(page) != 0) continue;
       pages.parent_state(page) = ParentState::kRoot;
       pages.depth(page) = 0;
-    } else if (label.parent_state == ParentState::kKnown && label.parent.length > 0 && label.parent.length <= kMaxKeyBytes &&
-               label.depth != 0) {
+    } else if (label.parent_state == ParentState::kKnown && label.parent.length > 0 &&
+               label.parent.length <= kMaxKeyBytes && label.depth != 0) {
       if (pages.depth(page) == kUnknownDepth && pages.children(page) == 0) pages.depth(page) = label.depth;
       bool is_new;
       const PageId parent = find_or_create(label.parent, label, &is_new);
@@ -1485,12 +1517,13 @@ void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, 
     }
   }
   rank_recovered(t, recovered, had_children);
-  for (const PageId page : relinked) log_touch(page, pages.depth(page) == kUnknownDepth ? 1 : pages.depth(page) + uint64_t{1});
+  for (const PageId page : relinked)
+    log_touch(page, pages.depth(page) == kUnknownDepth ? 1 : pages.depth(page) + uint64_t{1});
   apply_touches();
 }
 
-// Ranks the batch below all that is resident, in the order of its stamps, a page's use being one of its ancestors too. Pages that something older may
-// descend from enter as committed ones do. Cost: each page is visited once.
+// Ranks the batch below all that is resident, in the order of its stamps, a page's use being one of its ancestors too.
+// Pages that something older may descend from enter as committed ones do. Cost: each page is visited once.
 void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
                                  const std::unordered_set<PageId>& had_children) {
   std::unordered_set<PageId> in_batch, placed, above;
@@ -1508,7 +1541,8 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
   std::vector<PageId> chain, late;
   for (const auto& [start, stamp] : order) {
     chain.clear();
-    for (PageId page = start; page != kNoPage && placed.insert(page).second; page = pages.parent(page)) chain.push_back(page);
+    for (PageId page = start; page != kNoPage && placed.insert(page).second; page = pages.parent(page))
+      chain.push_back(page);
     for (auto page = chain.rbegin(); page != chain.rend(); ++page) {
       if (!in_batch.contains(*page)) continue;
       if (above.contains(*page)) {
@@ -1593,7 +1627,8 @@ TierCounts Index::counts(Tier tier) const {
       const Node& node = in.tree.node(id);
       if (node.pins[t] == 0) continue;
       for (const PageId page : node.pages) {
-        out.pinned += !in.page_has_pin(page) && in.pages.residency(page, static_cast<int>(tier)) == Residency::kResident;
+        out.pinned +=
+            !in.page_has_pin(page) && in.pages.residency(page, static_cast<int>(tier)) == Residency::kResident;
       }
     }
     return out;
@@ -1652,22 +1687,29 @@ std::string Index::Impl::check_records() const {
     if (!pages.exists(page)) continue;
     ++records;
     const std::string name = "page " + std::to_string(page);
-    if (pages.find(pages.key(page), pages.kind(page), pages.epoch(page)) != page) return name + " is not found by its key";
+    if (pages.find(pages.key(page), pages.kind(page), pages.epoch(page)) != page)
+      return name + " is not found by its key";
     if (is_dead(page)) return name + " is dead and has a record";
     const PageId parent = pages.parent(page);
-    if ((parent != kNoPage) != (pages.parent_state(page) == ParentState::kKnown)) return name + ": parent and parent state differ";
-    if (pages.parent_state(page) == ParentState::kRoot && pages.depth(page) != 0) return name + " is first of its chain, not at depth 0";
+    if ((parent != kNoPage) != (pages.parent_state(page) == ParentState::kKnown))
+      return name + ": parent and parent state differ";
+    if (pages.parent_state(page) == ParentState::kRoot && pages.depth(page) != 0)
+      return name + " is first of its chain, not at depth 0";
     if (parent == kNoPage) continue;
     if (!pages.exists(parent)) return name + ": its parent has no record";
-    if (pages.epoch(parent) != pages.epoch(page) || pages.kind(parent) != pages.kind(page)) return name + ": its parent is of another epoch or kind";
-    if (pages.depth(page) != kUnknownDepth && pages.depth(parent) + 1 != pages.depth(page)) return name + ": its depth is not its parent's + 1";
+    if (pages.epoch(parent) != pages.epoch(page) || pages.kind(parent) != pages.kind(page))
+      return name + ": its parent is of another epoch or kind";
+    if (pages.depth(page) != kUnknownDepth && pages.depth(parent) + 1 != pages.depth(page))
+      return name + ": its depth is not its parent's + 1";
     ++children[parent];
   }
-  if (records != pages.size()) return "the page table has " + std::to_string(pages.size()) + " entries, not " + std::to_string(records);
+  if (records != pages.size())
+    return "the page table has " + std::to_string(pages.size()) + " entries, not " + std::to_string(records);
   for (PageId page = 0; page < pages.id_limit(); ++page) {
     if (!pages.exists(page)) continue;
     const auto found = children.find(page);
-    if (pages.children(page) != (found == children.end() ? 0 : found->second)) return "page " + std::to_string(page) + ": wrong count of children";
+    if (pages.children(page) != (found == children.end() ? 0 : found->second))
+      return "page " + std::to_string(page) + ": wrong count of children";
   }
   return "";
 }
@@ -1680,7 +1722,8 @@ std::string Index::Impl::check_tree() const {
     const NodeId id = pages.node(page);
     const std::string name = "edge " + std::to_string(id);
     const Node& node = tree.node(id);
-    if (pages.depth(page) < node.start || pages.depth(page) >= node.end() || node.pages[pages.depth(page) - node.start] != page) {
+    if (pages.depth(page) < node.start || pages.depth(page) >= node.end() ||
+        node.pages[pages.depth(page) - node.start] != page) {
       return name + " does not have page " + std::to_string(page) + " at its depth";
     }
     if (!seen.insert(id).second) continue;
@@ -1697,8 +1740,10 @@ std::string Index::Impl::check_tree() const {
     const TreePlace place{node.parent, static_cast<uint32_t>(parent.pages.size()), node.start};
     if (tree.next(place, pages.tokens(node.pages[0])) != node.pages[0]) return name + " is not found by its tokens";
   }
-  if (seen.size() != tree.edges()) return "the tree counts " + std::to_string(tree.edges()) + " edges, not " + std::to_string(seen.size());
-  if (tree.children() != tree.edges()) return "the table of children has " + std::to_string(tree.children()) + " entries";
+  if (seen.size() != tree.edges())
+    return "the tree counts " + std::to_string(tree.edges()) + " edges, not " + std::to_string(seen.size());
+  if (tree.children() != tree.edges())
+    return "the table of children has " + std::to_string(tree.children()) + " entries";
   for (const auto& [id, count] : child_nodes) {
     if (tree.node(id).children != count) return "edge " + std::to_string(id) + ": wrong count of child edges";
   }
@@ -1719,30 +1764,38 @@ std::string Index::Impl::check_tiers() const {
         continue;
       }
       ++counted[static_cast<size_t>(residency)];
-      if (slots[at(t)].use(pages.slot(page, t)) != SlotUse::kPage) return name + ": a page's slot is not in use by a page";
-      if (!owned.insert(pages.slot(page, t)).second) return name + ": two pages have slot " + std::to_string(pages.slot(page, t));
+      if (slots[at(t)].use(pages.slot(page, t)) != SlotUse::kPage)
+        return name + ": a page's slot is not in use by a page";
+      if (!owned.insert(pages.slot(page, t)).second)
+        return name + ": two pages have slot " + std::to_string(pages.slot(page, t));
       pinned += residency == Residency::kResident && page_has_pin(page);
-      if (residency == Residency::kQuarantined && std::count(quarantined[at(t)].begin(), quarantined[at(t)].end(), page) != 1) {
+      if (residency == Residency::kQuarantined &&
+          std::count(quarantined[at(t)].begin(), quarantined[at(t)].end(), page) != 1) {
         return name + ": a quarantined page is not listed once";
       }
     }
     if (counted != in_state[at(t)]) return name + ": pages by residency are miscounted";
-    if (counted[static_cast<size_t>(Residency::kQuarantined)] != quarantined[at(t)].size()) return name + ": quarantined pages are misplaced";
+    if (counted[static_cast<size_t>(Residency::kQuarantined)] != quarantined[at(t)].size())
+      return name + ": quarantined pages are misplaced";
     if (pinned != page_pinned[at(t)]) return name + ": pinned pages are miscounted";
     const SlotRanges& ranges = slots[at(t)];
     for (const SlotUse use : {SlotUse::kFree, SlotUse::kPage, SlotUse::kPrivate, SlotUse::kReturning}) {
       if (ranges.count(use) != ranges.used(use)) return name + ": slots are miscounted";
     }
     if (owned.size() != ranges.used(SlotUse::kPage)) return name + ": a slot is in use by no page";
-    if (ranges.free() + ranges.used(SlotUse::kPage) + ranges.used(SlotUse::kPrivate) + ranges.used(SlotUse::kReturning) != ranges.capacity()) {
+    if (ranges.free() + ranges.used(SlotUse::kPage) + ranges.used(SlotUse::kPrivate) +
+            ranges.used(SlotUse::kReturning) !=
+        ranges.capacity()) {
       return name + ": capacity is not whole";
     }
     std::unordered_map<PageId, uint64_t> position;
     for (uint32_t page = ranks[at(t)].first(); page != Rank::kNone; page = ranks[at(t)].after(page)) {
-      if (!pages.exists(page) || pages.residency(page, t) != Residency::kResident) return name + ": a ranked page is not resident";
+      if (!pages.exists(page) || pages.residency(page, t) != Residency::kResident)
+        return name + ": a ranked page is not resident";
       if (!position.insert({page, position.size()}).second) return name + ": the rank is a cycle";
     }
-    if (position.size() != counted[static_cast<size_t>(Residency::kResident)] || position.size() != ranks[at(t)].size()) {
+    if (position.size() != counted[static_cast<size_t>(Residency::kResident)] ||
+        position.size() != ranks[at(t)].size()) {
       return name + ": a resident page is not ranked";
     }
     bool in_old = true;
@@ -1804,7 +1857,8 @@ std::string Index::Impl::check_pins() const {
   for (PageId page = 0; page < pages.id_limit(); ++page) {
     if (!pages.exists(page)) continue;
     const auto found = loose.find(page);
-    if (pages.lease_pins(page) != (found == loose.end() ? 0 : found->second)) return "page " + std::to_string(page) + ": its pins are not those of the leases";
+    if (pages.lease_pins(page) != (found == loose.end() ? 0 : found->second))
+      return "page " + std::to_string(page) + ": its pins are not those of the leases";
   }
   return "";
 }

@@ -1,11 +1,13 @@
 // Tokens and keys -> pages; and per page and tier: residency, slot, claims, pins, rank. Everything under one mutex.
 //
 // Structure. A radix tree over tokens with page-aligned edges per (namespace, epoch); a page table keyed by (key, kind,
-// epoch); page records as structure of arrays, ids of one insertion contiguous. Each page names its parent page, and counts its children: a page record
-// lives while it is claimed or resident anywhere, pinned, or has children (a tombstone: the chain below it stays findable).
+// epoch); page records as structure of arrays, ids of one insertion contiguous. Each page names its parent page, and
+// counts its children: a page record lives while it is claimed or resident anywhere, pinned, or has children (a
+// tombstone: the chain below it stays findable).
 //
 // Invariants, after every call (check() verifies them):
-//   I1  per tier: free + arriving + resident + leaving + quarantined = capacity (leaving includes slots on their way back, see finish()).
+//   I1  per tier: free + arriving + resident + leaving + quarantined = capacity (leaving includes slots on their way
+//       back, see finish()).
 //   I2  a slot belongs to at most one page, or to a private holder, or is free.
 //   I3  moves obey residency.h; a page pinned in a tier is RESIDENT there.
 //   I4  rank is monotone along a chain: of two resident pages of one tier, the ancestor leaves later.
@@ -52,25 +54,28 @@ struct Span {
 };
 
 struct MatchResult {
-  uint64_t lease = 0;    // 0 when pages == 0 (nothing pinned)
+  uint64_t lease = 0;  // 0 when pages == 0 (nothing pinned)
   uint32_t pages = 0;
-  uint32_t pending = 0;  // pages directly behind `pages` that are ARRIVING in a usable tier (or resident behind such a page)
+  // pages directly behind `pages` that are ARRIVING in a usable tier (or resident behind such a page)
+  uint32_t pending = 0;
   Miss miss = Miss::kNone;
   std::vector<Span> spans;
 };
 
 struct TierCounts {
   uint64_t capacity = 0, free = 0, arriving = 0, resident = 0, leaving = 0, quarantined = 0;
-  uint64_t pinned = 0;     // RESIDENT and not evictable because of a pin
+  uint64_t pinned = 0;  // RESIDENT and not evictable because of a pin
 };
 
 // Column [i * kTiers + tier] of a claim over n pages.
 struct ClaimBatch {
-  std::vector<PageId> pages;            // [n]; kNoPage where nothing is claimed and nothing present
-  std::vector<ClaimOutcome> outcomes;   // [n * kTiers]
-  std::vector<uint32_t> slots;          // [n * kTiers]; slot of a kNew claim; of a kPresent one where this claim pinned the page; else kNoSlot
-  std::vector<uint32_t> numbers;        // [n * kTiers]; claim number of kNew
-  uint32_t full_at = UINT32_MAX;        // first page that got no slot in any tier asked for; pages from there on were not looked at
+  std::vector<PageId> pages;           // [n]; kNoPage where nothing is claimed and nothing present
+  std::vector<ClaimOutcome> outcomes;  // [n * kTiers]
+  // [n * kTiers]; slot of a kNew claim; of a kPresent one where this claim pinned the page; else kNoSlot
+  std::vector<uint32_t> slots;
+  std::vector<uint32_t> numbers;  // [n * kTiers]; claim number of kNew
+  // first page that got no slot in any tier asked for; pages from there on were not looked at
+  uint32_t full_at = UINT32_MAX;
 };
 
 struct Victim {
@@ -89,7 +94,8 @@ class Index {
 
   // ---- slots -------------------------------------------------------------------------------------------------
   // Adds [first, first+count) as free slots. REQUIRES no overlap.
-  // closed: they can be recovered into, and are claimed only after open_slots(): for a volume whose records are still being read.
+  // closed: they can be recovered into, and are claimed only after open_slots(): for a volume whose records are still
+  // being read.
   void add_slots(Tier tier, uint32_t first, uint32_t count, bool closed = false);
   void open_slots(Tier tier, uint32_t first);
   // No new claims from this range from now on. Its free slots leave `free` and capacity at drop_slots().
@@ -99,44 +105,52 @@ class Index {
 
   // ---- namespaces, epochs ------------------------------------------------------------------------------------
   uint32_t open_namespace(const uint8_t* seed);  // 32 bytes or nullptr; the same id for the same seed
-  // Pages of other epochs are misses from now on and leave first; running claims of them can still commit and are misses too.
+  // Pages of other epochs are misses from now on and leave first; running claims of them can still commit and are
+  // misses too.
   void set_epoch(uint64_t epoch);
   uint64_t epoch() const;
 
   // ---- match -------------------------------------------------------------------------------------------------
-  // The longest prefix of whole pages, each RESIDENT in a tier of `usable`, pinned. Walks the tree; past its end hashes the tokens
-  // (outside the mutex, in batches, stopping at the first unknown key) and probes the page table; pages found by key are grafted into
-  // the tree with these tokens. LEAVING pages that are resident nowhere else are kept (Move::kKeep). REQUIRES tokens >= 0.
-  // A touch of the path is logged and applied later, in call order.
+  // The longest prefix of whole pages, each RESIDENT in a tier of `usable`, pinned. Walks the tree; past its end hashes
+  // the tokens (outside the mutex, in batches, stopping at the first unknown key) and probes the page table; pages
+  // found by key are grafted into the tree with these tokens. LEAVING pages that are resident nowhere else are kept
+  // (Move::kKeep). REQUIRES tokens >= 0. A touch of the path is logged and applied later, in call order.
   MatchResult match_and_pin(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable);
   // The same without pinning, touching or keeping: how many pages would match. Cost: no writes.
   uint32_t match_length(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable, uint32_t* pending);
   // Leading run of keys, pinned one by one.
   MatchResult match_keys_and_pin(const Key* keys, uint32_t count, uint8_t kind, TierMask usable);
-  // Pages, tiers and slots of a lease, in order, from `first_page` on. Returns how many were written. REQUIRES the lease is live.
-  uint32_t lease_pages(uint64_t lease, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers, uint32_t* slots) const;
+  // Pages, tiers and slots of a lease, in order, from `first_page` on. Returns how many were written. REQUIRES the
+  // lease is live.
+  uint32_t lease_pages(uint64_t lease, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers,
+                       uint32_t* slots) const;
   uint32_t lease_length(uint64_t lease) const;  // pages. REQUIRES the lease is live
-  void retain(uint64_t lease);   // one more owner
+  void retain(uint64_t lease);                  // one more owner
   bool release(uint64_t lease);  // false: unknown or already released by all (a double release: the caller raises)
   // Drops the pins past `pages`; the lease then covers the first `pages` only.
   void shorten(uint64_t lease, uint32_t pages);
 
   // ---- claims ------------------------------------------------------------------------------------------------
-  // For pages [first_page, total) of the chain given by tokens (all from 0; count >= total * page_tokens) and keys[total]: claims each that is ABSENT
-  // in a tier of `tiers`. Inserts the path. Stops at the first page that is then neither present, pending nor new in any of `tiers` (full_at).
-  // Every page with a kNew outcome is page-pinned once (all tiers) until unpin_pages(). Tokens and a key that do not belong together (the path has
-  // another key there, or the key lies on another path): kRefused, and it stops. The path counts as used. Poisoned: all kRefused.
-  void claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
-                    ClaimBatch* out);
-  // The same for keys without tokens: consecutive keys are chained; parent of the first: state and key. Does not stop at a full page.
-  void claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent, TierMask tiers,
-                         ClaimBatch* out);
-  // For pages that the caller has pinned by `lease` (all of it): claims those ABSENT in `tier`, e.g. to promote. outcomes[n] of that tier only.
-  // Page-pins as claim_absent does: the copy has to stay when the lease has gone. rows: null for all, else only pages i with rows[i] != 0; the others' outcome is kNone.
+  // For pages [first_page, total) of the chain given by tokens (all from 0; count >= total * page_tokens) and
+  // keys[total]: claims each that is ABSENT in a tier of `tiers`. Inserts the path. Stops at the first page that is
+  // then neither present, pending nor new in any of `tiers` (full_at). Every page with a kNew outcome is page-pinned
+  // once (all tiers) until unpin_pages(). Tokens and a key that do not belong together (the path has another key there,
+  // or the key lies on another path): kRefused, and it stops. The path counts as used. Poisoned: all kRefused.
+  void claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total,
+                    TierMask tiers, ClaimBatch* out);
+  // The same for keys without tokens: consecutive keys are chained; parent of the first: state and key. Does not stop
+  // at a full page.
+  void claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent,
+                         TierMask tiers, ClaimBatch* out);
+  // For pages that the caller has pinned by `lease` (all of it): claims those ABSENT in `tier`, e.g. to promote.
+  // outcomes[n] of that tier only. Page-pins as claim_absent does: the copy has to stay when the lease has gone. rows:
+  // null for all, else only pages i with rows[i] != 0; the others' outcome is kNone.
   void claim_leased(uint64_t lease, Tier tier, const uint8_t* rows, ClaimBatch* out);
-  // Page-pins up to n RESIDENT pages of the tier whose id is above `after` (kNoPage: from the first), in the order of ids. For passes over all pages.
+  // Page-pins up to n RESIDENT pages of the tier whose id is above `after` (kNoPage: from the first), in the order of
+  // ids. For passes over all pages.
   void pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots);
-  // kOk, or kStale where the page has moved on (nothing changed). Commit enters the page's rank as just used. A commit of a page of an old epoch succeeds.
+  // kOk, or kStale where the page has moved on (nothing changed). Commit enters the page's rank as just used. A commit
+  // of a page of an old epoch succeeds.
   Status commit(PageId page, Tier tier, uint32_t number);
   // ARRIVING -> ABSENT; the slot is free again (its record was never published, or is odd).
   Status abort(PageId page, Tier tier, uint32_t number);
@@ -144,9 +158,11 @@ class Index {
   void labels(const PageId* pages, size_t count, Label* out) const;
 
   // ---- eviction ----------------------------------------------------------------------------------------------
-  // Up to n unpinned RESIDENT pages of lowest rank become LEAVING. only_range: only slots of the range that starts there (kNoSlot: any).
+  // Up to n unpinned RESIDENT pages of lowest rank become LEAVING. only_range: only slots of the range that starts
+  // there (kNoSlot: any).
   void claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out);
-  // LEAVING -> ABSENT, page pins or not (they hold other tiers). The slot is then neither the page's nor free: retire its record, then free_slots(). kStale: kept by a match meanwhile.
+  // LEAVING -> ABSENT, page pins or not (they hold other tiers). The slot is then neither the page's nor free: retire
+  // its record, then free_slots(). kStale: kept by a match meanwhile.
   Status finish(PageId page, Tier tier, uint32_t number);
   Status keep(PageId page, Tier tier, uint32_t number);  // LEAVING -> RESIDENT
   void free_slots(Tier tier, const uint32_t* slots, size_t count);
@@ -156,7 +172,8 @@ class Index {
   void claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out);
   // QUARANTINED -> ABSENT if mended (then free_slots()); else it stays and is not handed out again.
   Status mend(PageId page, Tier tier, uint32_t number, bool mended);
-  // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) LEAVING in all tiers given; deepest first. For forget().
+  // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) LEAVING in all tiers given; deepest
+  // first. For forget().
   void claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages, TierMask tiers,
                    std::vector<Victim> out[kTiers]);
 
@@ -164,17 +181,19 @@ class Index {
   // Counted as arriving. Takes n or none.
   bool take_private(Tier tier, uint32_t n, uint32_t* slots);
   void free_private(Tier tier, const uint32_t* slots, size_t count);
-  // Gives the private slot the place of page `page` of the chain: RESIDENT, page-pinned once for the caller. kNew: published; kPending/kPresent
-  // as ClaimOutcome says: another has it, the slot stays private; *published_page = the page either way.
-  // Slots that are not private: std::invalid_argument, here and in free_private(); free_slots() likewise. Nothing is changed then.
-  ClaimOutcome publish_private(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t page, Tier tier, uint32_t slot,
-                               PageId* published_page);
+  // Gives the private slot the place of page `page` of the chain: RESIDENT, page-pinned once for the caller. kNew:
+  // published; kPending/kPresent as ClaimOutcome says: another has it, the slot stays private; *published_page = the
+  // page either way. Slots that are not private: std::invalid_argument, here and in free_private(); free_slots()
+  // likewise. Nothing is changed then.
+  ClaimOutcome publish_private(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t page, Tier tier,
+                               uint32_t slot, PageId* published_page);
 
   // ---- recovery, export, statistics --------------------------------------------------------------------------
-  // Pages of an adopted volume: RESIDENT, outside the tree until a query grafts them; ranked by stamp, below all that is resident. Labels are not trusted: what
-  // contradicts itself stays unlinked. accepted[i] = 0: the key is resident already in
-  // this tier or the slot is not free (the caller retires the record).
-  void recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count, uint8_t* accepted);
+  // Pages of an adopted volume: RESIDENT, outside the tree until a query grafts them; ranked by stamp, below all that
+  // is resident. Labels are not trusted: what contradicts itself stays unlinked. accepted[i] = 0: the key is resident
+  // already in this tier or the slot is not free (the caller retires the record).
+  void recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count,
+               uint8_t* accepted);
   // Slots of RESIDENT pages, first to leave first.
   void rank_order(Tier tier, std::vector<uint32_t>* slots) const;
   std::array<Residency, kTiers> state(const Key& key, uint8_t kind) const;
@@ -183,14 +202,14 @@ class Index {
   TierCounts counts(Tier tier) const;
   uint64_t claimable(Tier tier) const;  // free slots in ranges that are not closed
 
-  // Makes room for `pages` more records ahead of need, so that no claim pays for the first touch of their memory (measured: 4 us a 4 KiB
-  // page in a virtual machine). For the keeper: allocates and touches outside the mutex.
+  // Makes room for `pages` more records ahead of need, so that no claim pays for the first touch of their memory
+  // (measured: 4 us a 4 KiB page in a virtual machine). For the keeper: allocates and touches outside the mutex.
   void prepare(uint32_t pages);
-  uint64_t pages() const;   // page records
-  uint64_t nodes() const;   // tree edges
+  uint64_t pages() const;  // page records
+  uint64_t nodes() const;  // tree edges
   uint64_t leases() const;
-  uint64_t bytes() const;   // memory of records, tree, ranks and maps
-  void poison() noexcept;   // from now on every lookup misses
+  uint64_t bytes() const;  // memory of records, tree, ranks and maps
+  void poison() noexcept;  // from now on every lookup misses
   bool poisoned() const noexcept;
   // Verifies I1..I6 by a full scan; "" or what is wrong. For tests and `verify`.
   std::string check() const;

@@ -12,7 +12,8 @@
 namespace stepwell {
 
 // A worker's private memory: one page-sized, 4096-aligned buffer for a source, one for a target, and the checksums of
-// both. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes to it.
+// both. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes
+// to it.
 class Scratch {
  public:
   // Null where memory is short: the caller reports kIOError.
@@ -43,8 +44,8 @@ struct PageTarget {
   bool guarded = false;
 };
 
-// Threads: all methods may be called from any worker, on different slots at once; on one slot only by the holder of its claim
-// (writes, retire) or of a pin (reads). No method takes the index mutex.
+// Threads: all methods may be called from any worker, on different slots at once; on one slot only by the holder of its
+// claim (writes, retire) or of a pin (reads). No method takes the index mutex.
 class Medium {
  public:
   virtual ~Medium() = default;
@@ -56,7 +57,8 @@ class Medium {
   // FORMAT.md 3.1. Opens the slot for writing; the bytes then go to target->bytes.
   virtual Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept = 0;
   // FORMAT.md 3.2-3.6: orders the bytes, writes checksums and record, publishes.
-  virtual Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept = 0;
+  virtual Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                              const PageTarget& target) noexcept = 0;
   // Frees the slot's record: nobody can find the page any more. Done before the index gets the slot back.
   virtual Status retire(uint32_t slot) noexcept = 0;
   // Writes a pattern over the slot and reads it back: the way out of quarantine.
@@ -68,8 +70,9 @@ inline bool same_page(const Label& a, const Label& b) noexcept {
   return a.key == b.key && a.kind == b.kind && a.epoch == b.epoch;
 }
 
-// One whole page in and out of a medium, checksums made or verified on the way: what the mover does page by page, for tools and tests.
-// data, out: shape.page_bytes() of private memory, out undefined unless kOk. REQUIRES the claim or pin that the medium's methods require.
+// One whole page in and out of a medium, checksums made or verified on the way: what the mover does page by page, for
+// tools and tests. data, out: shape.page_bytes() of private memory, out undefined unless kOk. REQUIRES the claim or pin
+// that the medium's methods require.
 Status write_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, const std::byte* data,
                   Scratch& scratch) noexcept;
 Status read_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, std::byte* out,

@@ -173,8 +173,9 @@ struct Mover::Impl {
   const pid_t pid;
 
   std::atomic<bool> is_poisoned{false};
-  mutable std::mutex reason_mutex;            // a leaf: nothing is locked under it
-  std::array<char, 256> poison_reason{};      // GUARDED_BY(reason_mutex); the first one, of fixed size: noting it must not throw
+  mutable std::mutex reason_mutex;  // a leaf: nothing is locked under it
+  // GUARDED_BY(reason_mutex); the first one, of fixed size: noting it must not throw
+  std::array<char, 256> poison_reason{};
   std::array<std::atomic<uint64_t>, kTiers> bytes_read{}, bytes_written{};
   std::atomic<uint64_t> checksum_failures{0}, bus_faults{0}, io_errors{0}, transfers{0}, commits{0}, aborts{0};
 
@@ -576,8 +577,8 @@ void Mover::Impl::fail(Transfer& transfer, uint32_t page, int column, Status sta
   if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = status;
 }
 
-// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so; one that cannot be read
-// must not be offered again either: a lookup that said hit would loop.
+// A page of our own under a pin that reads wrong is damage, whether its bytes or its record say so; one that cannot be
+// read must not be offered again either: a lookup that said hit would loop.
 void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Status status) {
   PageProgress& progress = transfer.progress_->pages[page];
   count(status);

@@ -1,7 +1,8 @@
 // Page records as structure of arrays, and the way to them from a key: open addressing over (key, kind, epoch).
 //
-// Records live in blocks of 4,096 so that nothing moves when they grow. Ids of one insertion are contiguous where the free ids
-// allow it; then tokens, residencies and slots of its pages are contiguous too, which is what makes a match fast.
+// Records live in blocks of 4,096 so that nothing moves when they grow. Ids of one insertion are contiguous where the
+// free ids allow it; then tokens, residencies and slots of its pages are contiguous too, which is what makes a match
+// fast.
 // Threads: none of its own; the index calls it under its mutex.
 #pragma once
 
@@ -37,8 +38,8 @@ class IdTable {
   }
   void prefetch(uint32_t hash) const noexcept { __builtin_prefetch(&entries_[hash & mask()], 1); }
   void insert(uint32_t hash, uint32_t id);
-  void erase(uint32_t hash, uint32_t id);                        // REQUIRES it is there
-  void replace(uint32_t hash, uint32_t id, uint32_t new_id);     // REQUIRES it is there
+  void erase(uint32_t hash, uint32_t id);                     // REQUIRES it is there
+  void replace(uint32_t hash, uint32_t id, uint32_t new_id);  // REQUIRES it is there
   void reserve(uint64_t count);
   uint64_t size() const noexcept { return size_; }
   uint64_t bytes() const noexcept { return entries_.size() * sizeof(Entry); }
@@ -62,23 +63,24 @@ constexpr uint32_t kPageBlock = 1u << kPageBlockBits;
 struct PageBlock {
   template <typename T>
   using Column = std::array<T, kPageBlock>;
-  Column<uint32_t> residency;                     // byte t: Residency in tier t
-  Column<PageId> parent;                          // UINT32_MAX unless parent_state is kKnown
-  Column<uint32_t> children;                      // pages whose parent it is
-  Column<uint32_t> depth;                         // pages before it in its chain, or kUnknownDepth
-  Column<NodeId> node;                            // tree edge it lies on, or kNoNode
-  Column<uint32_t> lease_pins;                    // by leases, page by page, all tiers
-  Column<uint32_t> claim_pins;                    // by claims, all tiers
+  Column<uint32_t> residency;   // byte t: Residency in tier t
+  Column<PageId> parent;        // UINT32_MAX unless parent_state is kKnown
+  Column<uint32_t> children;    // pages whose parent it is
+  Column<uint32_t> depth;       // pages before it in its chain, or kUnknownDepth
+  Column<NodeId> node;          // tree edge it lies on, or kNoNode
+  Column<uint32_t> lease_pins;  // by leases, page by page, all tiers
+  Column<uint32_t> claim_pins;  // by claims, all tiers
   Column<std::array<uint32_t, kTiers>> slot;
-  Column<std::array<uint32_t, kTiers>> number;    // of the last claim; never reset, so that claims of an earlier page of this id are stale
+  // of the last claim; never reset, so that claims of an earlier page of this id are stale
+  Column<std::array<uint32_t, kTiers>> number;
   Column<uint64_t> epoch;
   Column<std::array<uint8_t, 32>> key_head;
-  Column<uint8_t> key_length;                     // 0: no record
+  Column<uint8_t> key_length;  // 0: no record
   Column<uint8_t> kind;
   Column<ParentState> parent_state;
-  Column<uint8_t> handed_out;                     // bit t: quarantined there and handed out, or not mendable
+  Column<uint8_t> handed_out;  // bit t: quarantined there and handed out, or not mendable
   std::unique_ptr<Column<std::array<uint8_t, 32>>> key_tail;  // where a key of the block is longer than 32 bytes
-  std::unique_ptr<int32_t[]> tokens;              // page_tokens a page
+  std::unique_ptr<int32_t[]> tokens;                          // page_tokens a page
 };
 
 class PageTable {
@@ -87,8 +89,11 @@ class PageTable {
 
   uint32_t page_tokens() const noexcept { return page_tokens_; }
   PageId find(const uint8_t* key, uint8_t length, uint8_t kind, uint64_t epoch) const;
-  PageId find(const Key& key, uint8_t kind, uint64_t epoch) const { return find(key.bytes.data(), key.length, kind, epoch); }
-  // Starts fetching what find() will look at. Cost of a find in a large table: 100 ns without, 15 ns with it 16 keys ahead.
+  PageId find(const Key& key, uint8_t kind, uint64_t epoch) const {
+    return find(key.bytes.data(), key.length, kind, epoch);
+  }
+  // Starts fetching what find() will look at. Cost of a find in a large table: 100 ns without, 15 ns with it 16 keys
+  // ahead.
   void prefetch(const Key& key, uint8_t kind, uint64_t epoch) const noexcept {
     ids_by_key_.prefetch(hash(key.bytes.data(), key.length, kind, epoch));
   }
@@ -134,9 +139,15 @@ class PageTable {
   uint32_t& claim_pins(PageId page) noexcept { return block(page).claim_pins[index(page)]; }
   uint32_t claim_pins(PageId page) const noexcept { return block(page).claim_pins[index(page)]; }
   uint32_t& slot(PageId page, int tier) noexcept { return block(page).slot[index(page)][static_cast<size_t>(tier)]; }
-  uint32_t slot(PageId page, int tier) const noexcept { return block(page).slot[index(page)][static_cast<size_t>(tier)]; }
-  uint32_t& number(PageId page, int tier) noexcept { return block(page).number[index(page)][static_cast<size_t>(tier)]; }
-  uint32_t number(PageId page, int tier) const noexcept { return block(page).number[index(page)][static_cast<size_t>(tier)]; }
+  uint32_t slot(PageId page, int tier) const noexcept {
+    return block(page).slot[index(page)][static_cast<size_t>(tier)];
+  }
+  uint32_t& number(PageId page, int tier) noexcept {
+    return block(page).number[index(page)][static_cast<size_t>(tier)];
+  }
+  uint32_t number(PageId page, int tier) const noexcept {
+    return block(page).number[index(page)][static_cast<size_t>(tier)];
+  }
   uint64_t epoch(PageId page) const noexcept { return block(page).epoch[index(page)]; }
   uint8_t kind(PageId page) const noexcept { return block(page).kind[index(page)]; }
   uint8_t& handed_out(PageId page) noexcept { return block(page).handed_out[index(page)]; }

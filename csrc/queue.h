@@ -1,7 +1,7 @@
 // A bounded queue of work with weighted classes: loads before saves before demotions, none starved.
 //
-// Not thread safe by itself: the mover guards it with its queue mutex. Room is reserved before it is filled, so that a stage that follows
-// another can never find the queue full.
+// Not thread safe by itself: the mover guards it with its queue mutex. Room is reserved before it is filled, so that a
+// stage that follows another can never find the queue full.
 #pragma once
 
 #include <array>

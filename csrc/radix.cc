@@ -64,7 +64,8 @@ uint32_t Radix::match_edge(const Node& node, const int32_t* tokens, uint32_t pag
     const int32_t* want = tokens + done * page_tokens;
     if (std::memcmp(have, want, run * page_tokens * sizeof(int32_t)) != 0) {
       uint32_t same = 0;
-      while (std::memcmp(have + same * page_tokens, want + same * page_tokens, page_tokens * sizeof(int32_t)) == 0) ++same;
+      while (std::memcmp(have + same * page_tokens, want + same * page_tokens, page_tokens * sizeof(int32_t)) == 0)
+        ++same;
       return done + same;
     }
     done += run;
@@ -128,7 +129,8 @@ void Radix::attach(TreePlace* place, PageId page, const int32_t* tokens) {
   pages_->set_tokens(page, tokens);
   if (place->in_node < nodes_[place->node].pages.size()) place->node = split(place->node, place->in_node);
   Node& end = nodes_[place->node];
-  // An edge grows in place only where no lease could come to cover pages that it does not name, and nothing branches off.
+  // An edge grows in place only where no lease could come to cover pages that it does not name, and nothing branches
+  // off.
   if (end.parent == kNoNode || end.children > 0 || end.is_pinned()) {
     const NodeId child_id = make_node();
     Node& child = nodes_[child_id];

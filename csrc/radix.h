@@ -1,9 +1,11 @@
 // A radix tree over tokens: which pages lie behind which tokens, and how many leases pin each edge in each tier.
 //
-//     root (namespace, epoch) -- edge = 1..n pages -- edge ...      a node is its edge; children are told apart by their first page's tokens
+//     root (namespace, epoch) -- edge = 1..n pages -- edge ...      a node is its edge; children are told apart by
+//                                                                   their first page's tokens
 //
-// Invariants: edges end at page boundaries; a page lies on at most one edge and names it; the children of a node differ in their first
-// page; pins of an edge count the leases that cover all of it. A split keeps the old node as the lower part, so that the end node of a lease stays right.
+// Invariants: edges end at page boundaries; a page lies on at most one edge and names it; the children of a node differ
+// in their first page; pins of an edge count the leases that cover all of it. A split keeps the old node as the lower
+// part, so that the end node of a lease stays right.
 // Source: RadixAttention (arXiv 2312.07104). Tokens are kept with the pages (page_table.h), so a split moves no tokens.
 // Threads: none of its own; the index calls it under its mutex.
 #pragma once
@@ -19,12 +21,12 @@ namespace stepwell {
 
 struct Node {
   std::vector<PageId> pages;
-  NodeId parent = kNoNode;           // kNoNode: a root, or a free node
-  uint32_t start = 0;                // depth of the first page
-  uint32_t children = 0;             // child nodes
-  uint32_t hash = 0;                 // of the tokens of the first page
+  NodeId parent = kNoNode;  // kNoNode: a root, or a free node
+  uint32_t start = 0;       // depth of the first page
+  uint32_t children = 0;    // child nodes
+  uint32_t hash = 0;        // of the tokens of the first page
   std::array<uint32_t, kTiers> pins{};
-  uint32_t pinned_at = UINT32_MAX;   // its place in pinned(), while a pin is not 0
+  uint32_t pinned_at = UINT32_MAX;  // its place in pinned(), while a pin is not 0
 
   uint32_t end() const noexcept { return start + static_cast<uint32_t>(pages.size()); }
   bool is_pinned() const noexcept { return (pins[0] | pins[1] | pins[2] | pins[3]) != 0; }
@@ -51,7 +53,8 @@ class Radix {
   NodeId split(NodeId node, uint32_t pages);
   // Puts `page` behind `place` and moves the place behind it. `tokens` are the page's own.
   void attach(TreePlace* place, PageId page, const int32_t* tokens);
-  // Takes the page off the end of its edge. REQUIRES nothing lies behind it. Returns the root if that became childless, else kNoNode.
+  // Takes the page off the end of its edge. REQUIRES nothing lies behind it. Returns the root if that became childless,
+  // else kNoNode.
   NodeId detach(PageId page);
 
   void pin(NodeId node, int tier);
@@ -77,7 +80,7 @@ class Radix {
   PageTable* pages_;
   std::deque<Node> nodes_;  // never moves
   std::vector<NodeId> free_nodes_;
-  IdTable children_;        // (parent node, first page) -> node
+  IdTable children_;  // (parent node, first page) -> node
   std::vector<NodeId> pinned_;
   uint64_t edges_ = 0;
 };

@@ -1,10 +1,12 @@
 // Which page of a tier leaves next: one order of the tier's RESIDENT pages.
 //
-// The index keeps rank monotone along a chain (I4) by the four ways in; another policy replaces this class and keeps them:
+// The index keeps rank monotone along a chain (I4) by the four ways in; another policy replaces this class and keeps
+// them:
 //   enter_highest  just used                     enter_below  just used, but leaves before that page (its ancestor)
 //   enter_lowest   leaves first                  touch        used again; the index touches a path from tail to head
 //
-// Here: least recently used, an intrusive doubly linked list, O(1) each. Threads: none of its own; under the index's mutex.
+// Here: least recently used, an intrusive doubly linked list, O(1) each. Threads: none of its own; under the index's
+// mutex.
 #pragma once
 
 #include <array>
@@ -56,7 +58,8 @@ class Rank {
 
 inline void Rank::insert(uint32_t page, uint32_t lower, uint32_t higher) {
   const uint32_t block = page >> kBlockBits;
-  if (block >= blocks_.size() || blocks_[block] == nullptr) [[unlikely]] make_block(block);
+  if (block >= blocks_.size() || blocks_[block] == nullptr) [[unlikely]]
+    make_block(block);
   link(page) = {lower, higher};
   (lower == kNone ? head_ : link(lower).higher) = page;
   (higher == kNone ? tail_ : link(higher).lower) = page;

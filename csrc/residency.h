@@ -13,14 +13,14 @@ enum class Residency : uint8_t { kAbsent = 0, kArriving = 1, kResident = 2, kLea
 constexpr int kResidencies = 5;
 
 enum class Move : uint8_t {
-  kClaim = 0,       // ABSENT -> ARRIVING        a slot is taken, bytes are on their way
-  kCommit = 1,      // ARRIVING -> RESIDENT
-  kAbort = 2,       // ARRIVING -> ABSENT
-  kClaimVictim = 3, // RESIDENT -> LEAVING       pins 0
-  kFinish = 4,      // LEAVING -> ABSENT         pins 0
-  kKeep = 5,        // LEAVING -> RESIDENT       copy failed, cancelled, or wanted again by a match
-  kQuarantine = 6,  // RESIDENT -> QUARANTINED   bad checksum
-  kMend = 7,        // QUARANTINED -> ABSENT     pins 0, rewritten and read back
+  kClaim = 0,        // ABSENT -> ARRIVING        a slot is taken, bytes are on their way
+  kCommit = 1,       // ARRIVING -> RESIDENT
+  kAbort = 2,        // ARRIVING -> ABSENT
+  kClaimVictim = 3,  // RESIDENT -> LEAVING       pins 0
+  kFinish = 4,       // LEAVING -> ABSENT         pins 0
+  kKeep = 5,         // LEAVING -> RESIDENT       copy failed, cancelled, or wanted again by a match
+  kQuarantine = 6,   // RESIDENT -> QUARANTINED   bad checksum
+  kMend = 7,         // QUARANTINED -> ABSENT     pins 0, rewritten and read back
 };
 constexpr int kMoves = 8;
 

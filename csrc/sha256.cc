@@ -138,8 +138,7 @@ STEPWELL_TARGET_SHA2 void compress_armv8(State& state, const uint8_t* blocks, si
       const uint32x4_t abcd_old = abcd;
       abcd = vsha256hq_u32(abcd, efgh, sum);
       efgh = vsha256h2q_u32(efgh, abcd_old, sum);
-      if (i < 12)
-        w[i & 3] = vsha256su1q_u32(vsha256su0q_u32(w[i & 3], w[(i + 1) & 3]), w[(i + 2) & 3], w[(i + 3) & 3]);
+      if (i < 12) w[i & 3] = vsha256su1q_u32(vsha256su0q_u32(w[i & 3], w[(i + 1) & 3]), w[(i + 2) & 3], w[(i + 3) & 3]);
     }
     abcd = vaddq_u32(abcd, abcd_before);
     efgh = vaddq_u32(efgh, efgh_before);
@@ -167,7 +166,8 @@ bool use_hardware() noexcept {
 
 Compress best() noexcept { return use_hardware() ? kHardware : compress_portable; }
 
-// One message in up to two parts: whole blocks are hashed where they lie, only the seam and the end pass through a buffer.
+// One message in up to two parts: whole blocks are hashed where they lie, only the seam and the end pass through a
+// buffer.
 void digest_parts(Compress compress, const uint8_t* first, size_t first_bytes, const uint8_t* second,
                   size_t second_bytes, uint8_t* digest) noexcept {
   State state = kInitial;

@@ -8,8 +8,8 @@
 
 namespace stepwell {
 
-// Invariant: a slot's checksums are those of the bytes last finished in it. Memory is anonymous, 2 MiB aligned, MADV_HUGEPAGE
-// and MADV_DONTFORK, reserved lazily (touched by first use).
+// Invariant: a slot's checksums are those of the bytes last finished in it. Memory is anonymous, 2 MiB aligned,
+// MADV_HUGEPAGE and MADV_DONTFORK, reserved lazily (touched by first use).
 class Slab final : public Medium {
  public:
   // slot bytes = round_up(page bytes, 4096) so that device_put and O_DIRECT may use a slot as it is.
@@ -19,7 +19,8 @@ class Slab final : public Medium {
   bool does_io() const noexcept override { return false; }
   Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept override;
   Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept override;
-  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept override;
+  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                      const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 

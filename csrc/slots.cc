@@ -47,7 +47,8 @@ void FreeMap::seek(uint32_t want) noexcept {
     while (left > 0) {
       if ((bits & 1) == 0) {
         run = 0;
-        const uint32_t zeros = bits == 0 ? left : std::min<uint32_t>(left, static_cast<uint32_t>(std::countr_zero(bits)));
+        const uint32_t zeros =
+            bits == 0 ? left : std::min<uint32_t>(left, static_cast<uint32_t>(std::countr_zero(bits)));
         at += zeros;
         left -= zeros;
         bits = zeros == 64 ? 0 : bits >> zeros;
@@ -95,7 +96,8 @@ void FreeMap::give(uint32_t index) noexcept {
 
 void SlotRanges::add(uint32_t first, uint32_t count) {
   if (count == 0 || count > kNoSlot - first) {
-    throw std::invalid_argument("slot range " + std::to_string(first) + "+" + std::to_string(count) + " is empty or too large");
+    throw std::invalid_argument("slot range " + std::to_string(first) + "+" + std::to_string(count) +
+                                " is empty or too large");
   }
   for (const Range& range : ranges_) {
     if (first < range.first + range.map.size() && range.first < first + count) {
@@ -219,7 +221,8 @@ void SlotRanges::take_back(uint32_t slot, SlotUse use) noexcept {
 
 uint64_t SlotRanges::count(SlotUse use) const noexcept {
   uint64_t total = 0;
-  for (const Range& range : ranges_) total += static_cast<uint64_t>(std::count(range.uses.begin(), range.uses.end(), use));
+  for (const Range& range : ranges_)
+    total += static_cast<uint64_t>(std::count(range.uses.begin(), range.uses.end(), use));
   return total;
 }
 

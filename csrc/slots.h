@@ -1,4 +1,5 @@
-// Which slots of a tier are free: ranges of slots, each with a bitmap, handed out so that slots of one batch lie together.
+// Which slots of a tier are free: ranges of slots, each with a bitmap, handed out so that slots of one batch lie
+// together.
 //
 // Threads: none of its own; the index calls it under its mutex.
 #pragma once
@@ -40,8 +41,8 @@ class FreeMap {
 
 enum class SlotUse : uint8_t {
   kFree = 0,
-  kPage = 1,     // a page's: arriving, resident, leaving or quarantined there
-  kPrivate = 2,  // a private holder's
+  kPage = 1,       // a page's: arriving, resident, leaving or quarantined there
+  kPrivate = 2,    // a private holder's
   kReturning = 3,  // no longer the page's; its record is being retired
 };
 
@@ -61,8 +62,8 @@ class SlotRanges {
 
   // The takes that follow should be `want` consecutive slots.
   void seek(uint32_t want) noexcept;
-  uint32_t take(SlotUse use) noexcept;                 // kNoSlot: none in an open range
-  bool take_at(uint32_t slot, SlotUse use) noexcept;   // false: unknown or not free; in a closed range too
+  uint32_t take(SlotUse use) noexcept;                // kNoSlot: none in an open range
+  bool take_at(uint32_t slot, SlotUse use) noexcept;  // false: unknown or not free; in a closed range too
   // kNoUse where the slot is in no range.
   static constexpr SlotUse kNoUse = static_cast<SlotUse>(0xff);
   SlotUse use(uint32_t slot) const noexcept;
@@ -75,7 +76,7 @@ class SlotRanges {
   uint64_t free() const noexcept { return used(SlotUse::kFree); }
   uint64_t claimable() const noexcept { return claimable_; }  // free, in open ranges
   uint64_t used(SlotUse use) const noexcept { return used_[static_cast<size_t>(use)]; }
-  uint64_t count(SlotUse use) const noexcept;                 // by a full scan, for check()
+  uint64_t count(SlotUse use) const noexcept;  // by a full scan, for check()
 
  private:
   struct Range {
@@ -93,7 +94,7 @@ class SlotRanges {
   uint64_t capacity_ = 0;
   uint64_t claimable_ = 0;
   std::array<uint64_t, 4> used_{};  // slots by use
-  size_t current_ = 0;  // the range that takes come from
+  size_t current_ = 0;              // the range that takes come from
 };
 
 }  // namespace stepwell

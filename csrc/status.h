@@ -11,18 +11,18 @@ namespace stepwell {
 // functions that run on workers are noexcept and return one of these.
 enum class Status : uint8_t {
   kOk = 0,
-  kPending = 1,     // not decided yet
-  kQueueFull = 2,   // a bounded queue or inbox had no room; nothing was started
-  kFull = 3,        // a tier had no slot
-  kCancelled = 4,   // cancelled before this page was copied
-  kDeadline = 5,    // the gate was closed before this page landed
-  kIOError = 6,     // a system call failed or came back short
-  kChecksum = 7,    // bytes read do not have the checksum that was recorded for them
-  kStale = 8,       // the page was rewritten, freed, or is another one than wanted
-  kBusFault = 9,    // the guard caught SIGBUS: the file behind a mapping was truncated
-  kClosed = 10,     // the object is closed
-  kPoisoned = 11,   // an assertion failed earlier
-  kInvalid = 12,    // an argument is out of range
+  kPending = 1,    // not decided yet
+  kQueueFull = 2,  // a bounded queue or inbox had no room; nothing was started
+  kFull = 3,       // a tier had no slot
+  kCancelled = 4,  // cancelled before this page was copied
+  kDeadline = 5,   // the gate was closed before this page landed
+  kIOError = 6,    // a system call failed or came back short
+  kChecksum = 7,   // bytes read do not have the checksum that was recorded for them
+  kStale = 8,      // the page was rewritten, freed, or is another one than wanted
+  kBusFault = 9,   // the guard caught SIGBUS: the file behind a mapping was truncated
+  kClosed = 10,    // the object is closed
+  kPoisoned = 11,  // an assertion failed earlier
+  kInvalid = 12,   // an argument is out of range
 };
 
 const char* status_name(Status status) noexcept;
@@ -37,8 +37,8 @@ class AssertionFailure : public std::logic_error {
 
 }  // namespace stepwell
 
-#define STEPWELL_ASSERT(condition)                                      \
-  do {                                                                  \
-    if (!(condition)) [[unlikely]]                                      \
-      ::stepwell::assertion_failed(#condition, __FILE__, __LINE__);     \
+#define STEPWELL_ASSERT(condition)                                  \
+  do {                                                              \
+    if (!(condition)) [[unlikely]]                                  \
+      ::stepwell::assertion_failed(#condition, __FILE__, __LINE__); \
   } while (false)

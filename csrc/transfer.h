@@ -1,10 +1,12 @@
 // A batch of page copies and what follows them, as data; the gate; the inbox.
 //
 // A page of a transfer has one source and up to four sinks:
-//     source: the lent pool (column kPoolColumn) or a tier;  sinks: tiers (each an ARRIVING claim) and, for a load, the lent pool.
-// What follows, executed by the mover, page by page: commit or abort of each sink's claim; quarantine of a source whose checksum is wrong;
-// finish or keep of a source that is LEAVING; at the end: unpin of the pages, release of the lease, the completion into the inbox, the keep-alive tokens into
-// the retire list. Nobody has to poll for the state to be right.
+//     source: the lent pool (column kPoolColumn) or a tier;  sinks: tiers (each an ARRIVING claim) and, for a load, the
+//                                                            lent pool.
+// What follows, executed by the mover, page by page: commit or abort of each sink's claim; quarantine of a source whose
+// checksum is wrong; finish or keep of a source that is LEAVING; at the end: unpin of the pages, release of the lease,
+// the completion into the inbox, the keep-alive tokens into the retire list. Nobody has to poll for the state to be
+// right.
 #pragma once
 
 #include <atomic>
@@ -32,30 +34,33 @@ enum class Role : uint8_t { kUnused = 0, kSource = 1, kSink = 2 };
 struct PageCopy {
   PageId page = kNoPage;
   Label label;
-  std::array<Role, kTiers> roles{};        // [column]
-  std::array<uint32_t, kTiers> slots{};    // [column]; for the pool: its slot
-  std::array<uint32_t, kTiers> numbers{};  // [column]; claim number of a tier sink; of a LEAVING source (leaving == true)
+  std::array<Role, kTiers> roles{};      // [column]
+  std::array<uint32_t, kTiers> slots{};  // [column]; for the pool: its slot
+  // [column]; claim number of a tier sink; of a LEAVING source (leaving == true)
+  std::array<uint32_t, kTiers> numbers{};
 };
 
 struct TransferSpec {
   std::vector<PageCopy> pages;
   std::shared_ptr<const PoolLayout> pool;  // where a page uses the pool column
   bool layer_order = false;                // loads: layer by layer, all pages of a layer before the next
-  bool source_leaving = false;             // sources are LEAVING claims (tier of the source column; column 0 = Tier::kDevice, pool slot = device slot)
+  // sources are LEAVING claims (tier of the source column; column 0 = Tier::kDevice, pool slot = device slot)
+  bool source_leaving = false;
   WorkClass work_class = WorkClass::kLoad;
-  bool unpin_pages = false;                // the page pin of each page that has a tier sink (its claim's) is returned at the end
-  uint64_t lease = 0;                      // released at the end (the submitter retained it for the transfer)
-  uint64_t tag = 0;                        // comes back in the inbox
-  uint64_t keep_alive = 0;                 // token for the retire list; 0: none
-  uint64_t epoch = 0;                      // informational
+  // the page pin of each page that has a tier sink (its claim's) is returned at the end
+  bool unpin_pages = false;
+  uint64_t lease = 0;       // released at the end (the submitter retained it for the transfer)
+  uint64_t tag = 0;         // comes back in the inbox
+  uint64_t keep_alive = 0;  // token for the retire list; 0: none
+  uint64_t epoch = 0;       // informational
 };
 
 // Lets workers into the caller's memory until it is closed.
 class Gate {
  public:
-  bool enter() noexcept;   // false once closed
+  bool enter() noexcept;  // false once closed
   void leave() noexcept;
-  void close() noexcept;   // returns when nobody is inside; each stay is one layer copy
+  void close() noexcept;  // returns when nobody is inside; each stay is one layer copy
  private:
   std::atomic<uint32_t> state_{0};  // bit 31: closed; low bits: how many are inside
 };
@@ -74,7 +79,7 @@ class Inbox {
   ~Inbox();
   bool try_reserve();
   void unreserve();
-  void push(const Completion& completion) noexcept;  // REQUIRES a reservation
+  void push(const Completion& completion) noexcept;        // REQUIRES a reservation
   size_t poll(size_t most, std::vector<Completion>* out);  // never waits
   int fileno() const noexcept { return event_fd_; }        // readable while completions wait
   // Drops what waits and refuses what comes; the descriptor stays until the last owner of the inbox has gone.
@@ -93,9 +98,9 @@ class Inbox {
 // Tokens of Python buffers whose last use has passed; drained by any call that holds the GIL.
 class RetireList {
  public:
-  void reserve(size_t count);           // room for so many more push() calls, which then do not allocate
+  void reserve(size_t count);  // room for so many more push() calls, which then do not allocate
   void unreserve(size_t count) noexcept;
-  void push(uint64_t token) noexcept;   // REQUIRES a reservation
+  void push(uint64_t token) noexcept;  // REQUIRES a reservation
   std::vector<uint64_t> drain();
 
  private:
@@ -115,20 +120,21 @@ class Transfer {
   uint32_t layers_done() const noexcept;
   // True when done within timeout_s (< 0: no limit).
   bool wait(double timeout_s) const;
-  // Stops what has not started; a page (in layer order: a layer of all pages) that is being copied finishes. Every claim is
-  // returned either way.
+  // Stops what has not started; a page (in layer order: a layer of all pages) that is being copied finishes. Every
+  // claim is returned either way.
   void cancel() noexcept;
-  // Closes the gate: when it returns no byte can land in the caller's memory; pages that had not landed report kDeadline.
-  // The rest of the transfer goes on without the pool.
+  // Closes the gate: when it returns no byte can land in the caller's memory; pages that had not landed report
+  // kDeadline. The rest of the transfer goes on without the pool.
   void close_gate() noexcept;
-  // Per page; kPending where not decided. A load: kOk = all its bytes are in the pool, verified. A save: kOk = resident in every sink.
+  // Per page; kPending where not decided. A load: kOk = all its bytes are in the pool, verified. A save: kOk = resident
+  // in every sink.
   std::vector<Status> page_status() const;
   // Bit c: column c's sink was committed (tiers) or landed (pool).
   std::vector<uint8_t> landed() const;
   uint64_t tag() const noexcept { return spec_.tag; }
   size_t pages() const noexcept { return spec_.pages.size(); }
-  uint64_t bytes_moved() const noexcept;   // payload bytes copied into sinks
-  double seconds() const noexcept;         // submit to done; 0 before
+  uint64_t bytes_moved() const noexcept;  // payload bytes copied into sinks
+  double seconds() const noexcept;        // submit to done; 0 before
 
  private:
   friend class Mover;

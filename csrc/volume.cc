@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <new>
 #include <numeric>
 #include <stdexcept>
+#include <system_error>
 
 #include "crc32c.h"
 #include "fault.h"
@@ -72,10 +74,15 @@ uint64_t first_word(const std::byte* bytes) noexcept {
   return word;
 }
 
+// The world failed, not the volume: another try may work, so that nobody must take it for damaged.
+[[noreturn]] void throw_io_error(int result, const std::string& what) {
+  throw std::system_error(-result, std::generic_category(), what);
+}
+
 uint64_t file_bytes(const Descriptor& descriptor, const char* name) {
   FileStat stat;
   if (const int result = file::fstat(descriptor.get(), &stat); result < 0)
-    throw std::runtime_error(std::string("cannot stat the ") + name + " file of a volume: " + std::strerror(-result));
+    throw_io_error(result, std::string("cannot stat the ") + name + " file of a volume");
   if (!stat.is_regular) throw std::runtime_error(std::string("the ") + name + " file of a volume is no regular file");
   return stat.size;
 }
@@ -89,7 +96,7 @@ void check_header(const VolumeHeader& header, const Descriptor& metadata, const 
   const uint64_t pages_bytes = pages.valid() ? file_bytes(pages, "pages") : 0;
   std::array<std::byte, kHeaderBytes> found, expected;
   if (const int result = file::pread_all(metadata.get(), found.data(), found.size(), 0); result < 0)
-    throw std::runtime_error(std::string("cannot read the header of a volume: ") + std::strerror(-result));
+    throw_io_error(result, "cannot read the header of a volume");
   VolumeHeader decoded;
   const std::string reason = VolumeHeader::decode(found.data(), metadata_bytes, pages_bytes, &decoded);
   if (!reason.empty()) throw std::runtime_error("volume header damaged: " + reason);
@@ -112,16 +119,17 @@ Volume::Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata,
     : shape_(shape), header_(header), metadata_(std::move(metadata)), pages_(std::move(pages)), direct_io_(direct_io) {
   check_header(header_, metadata_, pages_);
   check_shape(header_, shape_);
-  if (file::pread_all(metadata_.get(), &ring_counter_, sizeof(ring_counter_), header_.ring_offset) < 0)
-    throw std::runtime_error("cannot read the ring counter of a volume");
+  if (const int result = file::pread_all(metadata_.get(), &ring_counter_, sizeof(ring_counter_), header_.ring_offset);
+      result < 0)
+    throw_io_error(result, "cannot read the ring counter of a volume");
   if (header_.medium == VolumeMedium::kShared) {
-    if (!guard::install()) throw std::runtime_error("cannot install the SIGBUS guard");
+    if (!guard::install()) throw_io_error(-errno, "cannot install the SIGBUS guard");
     void* address = nullptr;
     if (const int result = file::map(metadata_.get(), header_.metadata_bytes, &address); result < 0)
-      throw std::runtime_error(std::string("cannot map a shared volume: ") + std::strerror(-result));
+      throw_io_error(result, "cannot map a shared volume");
     if (!guard::add_range(address, header_.metadata_bytes)) {
       file::unmap(address, header_.metadata_bytes);
-      throw std::runtime_error("cannot guard the mapping of a volume: 4096 ranges are in use");
+      throw_io_error(-ENOMEM, "cannot guard the mapping of a volume: 4096 ranges are in use");
     }
     mapping_ = static_cast<std::byte*>(address);
   }

@@ -38,7 +38,8 @@ constexpr bool holds_page(uint64_t generation) noexcept {
 
 enum class VolumeMedium : uint8_t { kShared = 1, kDisk = 2 };
 
-// FORMAT.md 2.1, as numbers. encode() writes the 4096 bytes; decode() checks every field against every other and the file sizes.
+// FORMAT.md 2.1, as numbers. encode() writes the 4096 bytes; decode() checks every field against every other and the
+// file sizes.
 struct VolumeHeader {
   std::array<uint8_t, 16> volume_id{};
   std::array<uint8_t, 32> fingerprint{};
@@ -54,12 +55,14 @@ struct VolumeHeader {
   uint64_t birth_ns = 0;
   uint64_t epoch = 0;
 
-  // Lays out a volume of at most `volume_bytes` in all its files together. Throws std::invalid_argument where not one page fits.
+  // Lays out a volume of at most `volume_bytes` in all its files together. Throws std::invalid_argument where not one
+  // page fits.
   static VolumeHeader plan(VolumeMedium medium, const PageShape& shape, uint64_t volume_bytes, uint64_t alignment,
                            uint32_t ring_entries);
   void encode(std::byte out[4096]) const noexcept;
   // Empty string if right, else what is wrong with which value ("magic", "slots 0", "records overlap checksums", ...).
-  static std::string decode(const std::byte in[4096], uint64_t metadata_file_bytes, uint64_t pages_file_bytes, VolumeHeader* out);
+  static std::string decode(const std::byte in[4096], uint64_t metadata_file_bytes, uint64_t pages_file_bytes,
+                            VolumeHeader* out);
 };
 
 // A slot record, FORMAT.md 2.2.
@@ -68,8 +71,9 @@ struct SlotRecord {
   Label label;
   uint32_t length = 0;
   uint32_t page_checksum = 0;
-  void encode(std::byte out[192]) const noexcept;                     // computes the record checksum
-  static bool decode(const std::byte in[192], SlotRecord* out) noexcept;  // false: a field out of bounds or a wrong checksum
+  void encode(std::byte out[192]) const noexcept;  // computes the record checksum
+  // false: a field out of bounds or a wrong checksum
+  static bool decode(const std::byte in[192], SlotRecord* out) noexcept;
 };
 
 struct RecoveredPage {
@@ -83,28 +87,34 @@ struct RecoveredPage {
 class Volume final : public Medium {
  public:
   // Opens files that hold a complete volume. metadata: `.vol` or `.meta`; pages: invalid for a shared volume.
-  // Throws std::runtime_error with the reason (header damaged or not the given one, sizes wrong, map failed, shape does not fit: names both).
+  // Throws std::runtime_error with the reason (header damaged or not the given one, sizes wrong, map failed, shape does
+  // not fit: names both).
   Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io);
-  // REQUIRES that no other thread is inside a method or holds bytes of the mapping (PageSource, PageTarget): its addresses go.
+  // REQUIRES that no other thread is inside a method or holds bytes of the mapping (PageSource, PageTarget): its
+  // addresses go.
   ~Volume() override;
 
   bool does_io() const noexcept override { return header_.medium == VolumeMedium::kDisk; }
   Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept override;
   Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept override;
-  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept override;
+  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                      const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 
   const VolumeHeader& header() const noexcept { return header_; }
   const PageShape& shape() const noexcept { return shape_; }
-  // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps generations. Pages come by slot.
-  // A slot whose generation has reached its limit counts as damaged each time. REQUIRES that nobody reads or writes pages here meanwhile.
+  // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps
+  // generations. Pages come by slot. A slot whose generation has reached its limit counts as damaged each time.
+  // REQUIRES that nobody reads or writes pages here meanwhile.
   Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept;
-  // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4. One thread at a time.
+  // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4. One thread at
+  // a time.
   Status write_recency(const uint32_t* slots, size_t count) noexcept;
   // Changes header(): REQUIRES that no other thread reads it meanwhile (adoption).
   Status write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept;
-  // Touches the pages of the mapping in the background so that no save pays for first touch; stops when *stop. Shared only.
+  // Touches the pages of the mapping in the background so that no save pays for first touch; stops when *stop. Shared
+  // only.
   Status prefault(const std::atomic<bool>* stop) noexcept;
   // From now on a shared volume is read and written by pread and pwrite: for when the SIGBUS handler is no longer ours.
   void leave_mapping() noexcept { use_mapping_.store(false, std::memory_order_relaxed); }
@@ -114,7 +124,9 @@ class Volume final : public Medium {
   bool by_mapping() const noexcept {
     return mapping_ != nullptr && use_mapping_.load(std::memory_order_relaxed) && metadata_.valid();
   }
-  uint64_t record_offset(uint32_t slot) const noexcept { return header_.records_offset + uint64_t{kRecordBytes} * slot; }
+  uint64_t record_offset(uint32_t slot) const noexcept {
+    return header_.records_offset + uint64_t{kRecordBytes} * slot;
+  }
   uint64_t checksums_offset(uint32_t slot) const noexcept {
     return header_.checksums_offset + uint64_t{4} * header_.layers * slot;
   }
@@ -142,31 +154,35 @@ class Volume final : public Medium {
   bool direct_io_;
   std::byte* mapping_ = nullptr;  // shared: the whole file; disk: none
   std::atomic<bool> use_mapping_{true};
-  std::mutex meta_mutex_;         // ring counter and the append of its entry
-  uint64_t ring_counter_ = 0;     // GUARDED_BY(meta_mutex_)
-  uint64_t next_stamp_ = 1;       // keeper only
+  std::mutex meta_mutex_;      // ring counter and the append of its entry
+  uint64_t ring_counter_ = 0;  // GUARDED_BY(meta_mutex_)
+  uint64_t next_stamp_ = 1;    // keeper only
 };
 
-// Reads one page of a volume that another process may be writing: FORMAT.md 4. Metadata by pread on `metadata`; bytes by pread on `pages` (the same
-// descriptor for a shared volume), or from `mapping` by guarded copy if that is not null.
-// target: page bytes of private memory. kOk: verified, of the wanted key at the wanted generation. kStale, kChecksum, kIOError, kBusFault: nothing
-// may be used. `pages` may be an O_DIRECT descriptor (and should be one where the writer's is: it goes past the page cache).
-Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages, const std::byte* mapping,
-                         uint32_t slot, uint64_t generation, const Label& wanted, std::byte* target) noexcept;
+// Reads one page of a volume that another process may be writing: FORMAT.md 4. Metadata by pread on `metadata`; bytes
+// by pread on `pages` (the same descriptor for a shared volume), or from `mapping` by guarded copy if that is not null.
+// target: page bytes of private memory. kOk: verified, of the wanted key at the wanted generation. kStale, kChecksum,
+// kIOError, kBusFault: nothing may be used. `pages` may be an O_DIRECT descriptor (and should be one where the writer's
+// is: it goes past the page cache).
+Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages,
+                         const std::byte* mapping, uint32_t slot, uint64_t generation, const Label& wanted,
+                         std::byte* target) noexcept;
 
-// All volumes of a tier in this process as one medium. add/remove: keeper or constructor only; remove REQUIRES that no slot of it is
-// claimed, resident or pinned (then no worker can be inside it).
+// All volumes of a tier in this process as one medium. add/remove: keeper or constructor only; remove REQUIRES that no
+// slot of it is claimed, resident or pinned (then no worker can be inside it).
 class VolumeSet final : public Medium {
  public:
   explicit VolumeSet(bool does_io) : does_io_(does_io) {}
-  uint32_t add(std::shared_ptr<Volume> volume);  // returns the volume number; throws std::length_error when 4096 are in use
+  // returns the volume number; throws std::length_error when 4096 are in use
+  uint32_t add(std::shared_ptr<Volume> volume);
   std::shared_ptr<Volume> remove(uint32_t number);
   std::shared_ptr<Volume> get(uint32_t number) const;
 
   bool does_io() const noexcept override { return does_io_; }
   Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept override;
   Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept override;
-  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums, const PageTarget& target) noexcept override;
+  Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
+                      const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
 

@@ -1,14 +1,16 @@
-"""What the tests of sequences share: a store with a tiny device pool, and an engine that writes stamps where a model writes KV.
+"""What the tests of sequences share: a store with a tiny device pool, and an engine that writes stamps where a model
+writes KV.
 
-The KV of a token is a stamp: a function of the namespace, of every token up to it, of layer, stream, head and dimension. So each page
-that is read back on the device says whether it is the right one, wherever it has been.
+The KV of a token is a stamp: a function of the namespace, of every token up to it, of layer, stream, head and
+dimension. So each page that is read back on the device says whether it is the right one, wherever it has been.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from store_kit import Directories
 
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
 from stepwell.geometry import PageGeometry
@@ -27,6 +28,7 @@ from stepwell.index import Tier
 from stepwell.sequence import Sequence
 from stepwell.store import PageStore
 from stepwell.tiers.device_queue import Result, ResultReadiness
+from store_kit import Directories
 
 PAGE_TOKENS = 4
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -49,7 +51,8 @@ def prompt(number: int, tokens: int) -> Tokens:
 
 
 def stamps(tokens: Tokens, seed: bytes | None = None) -> Values:
-    """Return the KV of some tokens, by page: float32[pages, layers, streams, page_tokens, heads, dim]; zero past the last token."""
+    """Return the KV of some tokens, by page: float32[pages, layers, streams, page_tokens, heads, dim]; zero past the
+    last token."""
     pages = -(-tokens.size // PAGE_TOKENS)
     out = np.zeros((pages, LAYERS, 2, PAGE_TOKENS, HEADS, DIM), np.float32)
     chain = hashlib.sha256(seed or b"")
@@ -86,7 +89,7 @@ class StampEngine:
         self.store = store
         self.scratch = store.device.scratch_slot
 
-    # ---- whole requests -------------------------------------------------------------------------------------------------
+    # ---- whole requests ----------------------------------------------------------------------------------------------
 
     def open(self, tokens: Tokens, **how: Any) -> Sequence:
         """Open a sequence; what the four numbers say must add up."""
@@ -130,7 +133,7 @@ class StampEngine:
         self.store.device.drain()
         assert self.store.flush(30.0)
 
-    # ---- steps ------------------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def compute(self, upto: Mapping[Sequence, int], *, fail: bool = False) -> None:
         """Write the KV of tokens [ready, upto) of some sequences, in one step."""
@@ -168,7 +171,8 @@ class StampEngine:
         return values[: len(slots)].copy()
 
     def verify(self, sequence: Sequence, tokens: int | None = None) -> None:
-        """Compare the first tokens of a sequence on the device with their stamps; those that are ready where not told."""
+        """Compare the first tokens of a sequence on the device with their stamps; those that are ready where not
+        told."""
         count = sequence.ready if tokens is None else tokens
         expected = stamps(sequence.tokens[:count], sequence._seed)
         slots = self.block(sequence)[: len(expected)].tolist()
@@ -203,7 +207,9 @@ def config(
         geometry=GEOMETRY,
         device=DeviceTier(pages=device, step_bytes=step_bytes),
         host=host * HOST_SLOT_BYTES,
-        shared=SharedTier(shared * VOLUME_BYTES, str(directories.shared), volume_bytes=VOLUME_BYTES) if shared else None,
+        shared=SharedTier(shared * VOLUME_BYTES, str(directories.shared), volume_bytes=VOLUME_BYTES)
+        if shared
+        else None,
         disk=DiskTier(disk * VOLUME_BYTES, str(directories.disk), volume_bytes=VOLUME_BYTES) if disk else None,
         **others,
     )
@@ -277,7 +283,8 @@ MakeEngine = Callable[..., StampEngine]
 
 @contextmanager
 def engines(directories: Directories) -> Iterator[MakeEngine]:
-    """Open stores with an engine each: `make(device=, host=, shared=, disk=)`. Afterwards each must give everything back."""
+    """Open stores with an engine each: `make(device=, host=, shared=, disk=)`. Afterwards each must give everything
+    back."""
     opened: list[PageStore] = []
 
     def make(**sizes: Any) -> StampEngine:

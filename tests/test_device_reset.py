@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import jax
 import jax.numpy as jnp
 import pytest
+
 from sequence_kit import (
     PAGE_BYTES,
     GatherGate,
@@ -17,11 +18,10 @@ from sequence_kit import (
     assert_all_returned,
     prompt,
 )
-from test_sequence import STATES, gather_copying, gather_queued, gather_running, name
-
 from stepwell.errors import DeviceResetError, StalePoolError
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
+from test_sequence import STATES, gather_copying, gather_queued, gather_running, name
 
 
 def fail_a_step(engine: StampEngine) -> None:

@@ -310,7 +310,7 @@ def test_every_todo_has_an_issue_number() -> None:
     assert not todo_offences([("x", "# TO" "DO(#12) later")])
 
 
-# ---- the public face --------------------------------------------------------------------------------------------------
+# ---- the public face -------------------------------------------------------------------------------------------------
 
 
 def face_imports() -> dict[str, str]:
@@ -381,8 +381,8 @@ def test_importing_stepwell_loads_nothing_heavy() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    program = "import contextlib, stepwell.cli\nwith contextlib.suppress(SystemExit):\n    stepwell.cli.main(['--help'])"
-    assert loaded_after(program) == []
+    asked = "import contextlib, stepwell.cli\nwith contextlib.suppress(SystemExit): stepwell.cli.main(['--help'])"
+    assert loaded_after(asked) == []
 
 
 def test_a_store_without_a_device_tier_loads_no_jax() -> None:
@@ -390,7 +390,7 @@ def test_a_store_without_a_device_tier_loads_no_jax() -> None:
     assert "jax" in loaded_after("import stepwell\nstepwell.Sequence")
 
 
-# ---- C++ ----------------------------------------------------------------------------------------------------------------
+# ---- C++ -------------------------------------------------------------------------------------------------------------
 
 CSRC = ROOT / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

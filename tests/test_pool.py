@@ -1,4 +1,4 @@
-"""Memory that a caller lends: every layout that holds the same pages is the same to the store; what does not fit is refused."""
+"""Memory that a caller lends: whatever its layout, its pages are the same; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from store_kit import AXES, GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
 
 from stepwell import _core
 from stepwell.config import SharedTier, StoreConfig
@@ -14,6 +13,7 @@ from stepwell.errors import GeometryError, StepwellUsageError
 from stepwell.geometry import PageGeometry
 from stepwell.pool import LentPool, PoolPointers, lend
 from stepwell.store import PageStore
+from store_kit import AXES, GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
 
 OpenRig = Callable[..., Rig]
 SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}

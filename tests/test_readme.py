@@ -27,7 +27,10 @@ def test_the_example_of_the_readme_runs_and_is_warm_when_opened_again(directorie
 
 @pytest.mark.parametrize("command", ["'.[demo]'", "'.[test]'"])
 def test_the_readme_has_both_commands(command: str) -> None:
-    assert f"python3 -m venv .venv && .venv/bin/pip install {'-e ' if 'test' in command else ''}{command} && .venv/bin/" in README.read_text()
+    assert (
+        f"python3 -m venv .venv && .venv/bin/pip install {'-e ' if 'test' in command else ''}{command} && .venv/bin/"
+        in README.read_text()
+    )
 
 
 def test_the_arithmetic_of_a_page_holds() -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+
 from sequence_kit import (
     PAGE_BYTES,
     PAGE_TOKENS,
@@ -22,16 +23,15 @@ from sequence_kit import (
     prompt,
     stamps,
 )
-from store_kit import Directories
-
 from stepwell.errors import LeaseClosedError, StepwellUsageError, StoreClosedError
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
 from stepwell.testing import faults
 from stepwell.tiers.device_queue import TicketState
+from store_kit import Directories
 
-# ---- opening -------------------------------------------------------------------------------------------------------------
+# ---- opening ---------------------------------------------------------------------------------------------------------
 
 
 def test_open_finds_nothing_in_an_empty_store(make_engine: MakeEngine) -> None:
@@ -103,7 +103,7 @@ def test_namespaces_do_not_share_pages(make_engine: MakeEngine) -> None:
         engine.verify(sequence)
 
 
-# ---- promotion -----------------------------------------------------------------------------------------------------------
+# ---- promotion -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", [Tier.HOST, Tier.SHARED, Tier.DISK])
@@ -263,7 +263,7 @@ def test_a_load_longer_than_one_step_takes_several(make_engine: MakeEngine) -> N
     engine.verify(sequence, 32)
 
 
-# ---- loads that fail -----------------------------------------------------------------------------------------------------
+# ---- loads that fail -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0, 3, 7])
@@ -311,7 +311,7 @@ def test_a_page_damaged_on_disk_is_computed_again(make_engine: MakeEngine, direc
     engine.verify(sequence, 17)
 
 
-# ---- two sequences on one prefix -----------------------------------------------------------------------------------------
+# ---- two sequences on one prefix -------------------------------------------------------------------------------------
 
 
 def test_what_another_sequence_computes_is_pending_until_it_publishes(make_engine: MakeEngine) -> None:
@@ -382,7 +382,7 @@ def test_a_page_computed_twice_is_published_once(make_engine: MakeEngine, winner
     assert engine.store.stats().tiers["shared"].resident == 4
 
 
-# ---- extend --------------------------------------------------------------------------------------------------------------
+# ---- extend ----------------------------------------------------------------------------------------------------------
 
 
 def test_extend_gives_all_or_nothing_and_says_what_was_lacking(make_engine: MakeEngine) -> None:
@@ -498,12 +498,14 @@ def test_block_tables_name_every_page_and_else_the_scratch_slot(make_engine: Mak
     assert max(used) < engine.scratch
 
 
-# ---- append and publish --------------------------------------------------------------------------------------------------
+# ---- append and publish ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("namespace", namespaces(), ids=str)
 @pytest.mark.parametrize("start", [1, 3, 4, 5])
-def test_generated_pages_have_the_keys_of_the_whole_text(make_engine: MakeEngine, start: int, namespace: object) -> None:
+def test_generated_pages_have_the_keys_of_the_whole_text(
+    make_engine: MakeEngine, start: int, namespace: object
+) -> None:
     engine = make_engine()
     sequence = engine.open(prompt(1, start), namespace=namespace)
     generated = np.random.default_rng(start).integers(0, 1 << 31, 150, dtype=np.int64)
@@ -618,7 +620,7 @@ def test_a_full_gather_queue_refuses_the_write_through_and_nothing_else(make_eng
     assert engine.store.check() == ""
 
 
-# ---- epochs --------------------------------------------------------------------------------------------------------------
+# ---- epochs ----------------------------------------------------------------------------------------------------------
 
 
 def test_sequences_of_another_epoch_go_on_and_publish_nothing(make_engine: MakeEngine) -> None:
@@ -661,7 +663,7 @@ def test_a_load_that_an_epoch_overtakes_ends_as_a_miss(make_engine: MakeEngine) 
     engine.verify(sequence, 17)
 
 
-# ---- every state, every end ----------------------------------------------------------------------------------------------
+# ---- every state, every end ------------------------------------------------------------------------------------------
 
 
 def _cached(engine: StampEngine) -> Sequence:
@@ -845,7 +847,7 @@ def test_suspending_frees_the_device_at_once(make_engine: MakeEngine) -> None:
     engine.verify(other, 36)
 
 
-# ---- threads -------------------------------------------------------------------------------------------------------------
+# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_engines_thread_steps(make_engine: MakeEngine) -> None:

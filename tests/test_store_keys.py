@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Rig, assert_unpinned, chain, stamps, stamps_of
 
 from stepwell.clock import ManualClock
 from stepwell.errors import GeometryError, StepwellUsageError
@@ -14,6 +13,7 @@ from stepwell.hashing import prefix_hashes
 from stepwell.index import Residency, Tier
 from stepwell.mover import SaveOutcome
 from stepwell.testing.faults import inject, wait_paused
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Rig, assert_unpinned, chain, stamps, stamps_of
 
 OpenRig = Callable[..., Rig]
 SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}

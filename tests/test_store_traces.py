@@ -28,7 +28,9 @@ PAGE_BYTES = 64
         ("agentic_coding.jsonl.xz", 4_288_978, 4_124_869),
     ],
 )
-def test_an_unlimited_store_hits_what_the_trace_repeats(name: str, accesses: int, hits: int, directories: Directories) -> None:
+def test_an_unlimited_store_hits_what_the_trace_repeats(
+    name: str, accesses: int, hits: int, directories: Directories
+) -> None:
     path = TRACES / name
     if not path.exists():
         pytest.skip(f"{path} is not there")

@@ -121,7 +121,8 @@ uint32_t alignment_of(nb::object path) {
 }
 
 int fileno_of(const Descriptor& descriptor) {
-  if (!descriptor.valid()) throw nb::value_error("the descriptor is closed, detached, or of the process that forked this one");
+  if (!descriptor.valid())
+    throw nb::value_error("the descriptor is closed, detached, or of the process that forked this one");
   return descriptor.get();
 }
 
@@ -165,40 +166,46 @@ void bind_file(nb::module_& module) {
              "Return up to nbytes bytes at offset; fewer at the end of the file.");
   module.def("file_pwrite", &write_file, nb::arg("fd"), nb::arg("data"), nb::arg("offset"),
              "Write a bytes-like object at offset; return how many bytes were written.");
-  module.def("file_truncate", [](int fd, uint64_t nbytes) { checked(released([&] { return file::truncate(fd, nbytes); })); },
-             nb::arg("fd"), nb::arg("nbytes"));
-  module.def("file_reserve",
-             [](int fd, uint64_t offset, uint64_t nbytes) {
-               checked(released([&] { return file::reserve(fd, offset, nbytes); }));
-             },
-             nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), "Allocate a range (fallocate).");
+  module.def(
+      "file_truncate", [](int fd, uint64_t nbytes) { checked(released([&] { return file::truncate(fd, nbytes); })); },
+      nb::arg("fd"), nb::arg("nbytes"));
+  module.def(
+      "file_reserve",
+      [](int fd, uint64_t offset, uint64_t nbytes) {
+        checked(released([&] { return file::reserve(fd, offset, nbytes); }));
+      },
+      nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), "Allocate a range (fallocate).");
   module.def("file_sync", [](int fd) { checked(released([&] { return file::sync(fd); })); }, nb::arg("fd"));
   module.def("file_lock", &lock_file, nb::arg("fd"), "Take the file's flock; return False if another holds it.");
   module.def("file_unlock", [](int fd) { checked(released([&] { return file::unlock(fd); })); }, nb::arg("fd"));
-  module.def("file_rename",
-             [](nb::object source, nb::object target) {
-               const std::string from = path_bytes(source), to = path_bytes(target);
-               checked(released([&] { return file::rename(from, to); }), source);
-             },
-             nb::arg("source"), nb::arg("target"));
-  module.def("file_unlink",
-             [](nb::object path) {
-               const std::string name = path_bytes(path);
-               checked(released([&] { return file::unlink(name); }), path);
-             },
-             nb::arg("path"));
-  module.def("file_mkdir",
-             [](nb::object path, uint32_t mode) {
-               const std::string name = path_bytes(path);
-               checked(released([&] { return file::make_directory(name, mode); }), path);
-             },
-             nb::arg("path"), nb::arg("mode") = 0700);
-  module.def("file_rmdir",
-             [](nb::object path) {
-               const std::string name = path_bytes(path);
-               checked(released([&] { return file::remove_directory(name); }), path);
-             },
-             nb::arg("path"));
+  module.def(
+      "file_rename",
+      [](nb::object source, nb::object target) {
+        const std::string from = path_bytes(source), to = path_bytes(target);
+        checked(released([&] { return file::rename(from, to); }), source);
+      },
+      nb::arg("source"), nb::arg("target"));
+  module.def(
+      "file_unlink",
+      [](nb::object path) {
+        const std::string name = path_bytes(path);
+        checked(released([&] { return file::unlink(name); }), path);
+      },
+      nb::arg("path"));
+  module.def(
+      "file_mkdir",
+      [](nb::object path, uint32_t mode) {
+        const std::string name = path_bytes(path);
+        checked(released([&] { return file::make_directory(name, mode); }), path);
+      },
+      nb::arg("path"), nb::arg("mode") = 0700);
+  module.def(
+      "file_rmdir",
+      [](nb::object path) {
+        const std::string name = path_bytes(path);
+        checked(released([&] { return file::remove_directory(name); }), path);
+      },
+      nb::arg("path"));
   module.def("file_list", &list_directory, nb::arg("path"), nb::sig("def file_list(path: object) -> list[str]"),
              "Return the names in a directory, sorted.");
   module.def("file_stat", &stat_path, nb::arg("path"));

@@ -1,6 +1,4 @@
 // Python's view of the index: arrays in, arrays out, no GIL while it works.
-#include "bind.h"
-
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <tuple>
 
 #include "../index.h"
+#include "bind.h"
 
 namespace stepwell::bind {
 
@@ -57,8 +56,9 @@ void check_tokens(const Index& index, size_t tokens, size_t pages) {
   if (tokens / index.page_tokens() < pages) throw nb::value_error("fewer tokens than the pages need");
 }
 
-using VictimArrays = std::tuple<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>, nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>,
-                                nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>>;
+using VictimArrays =
+    std::tuple<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>, nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>,
+               nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>>;
 
 VictimArrays to_arrays(const std::vector<Victim>& victims) {
   std::vector<uint32_t> pages, slots, numbers;
@@ -76,7 +76,7 @@ VictimArrays to_arrays(const std::vector<Victim>& victims) {
 // One of commit, abort, finish, keep over arrays.
 template <Status (Index::*method)(PageId, Tier, uint32_t)>
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> for_each(Index& index, const Array1<uint32_t>& pages, int tier,
-                                                       const Array1<uint32_t>& numbers) {
+                                                      const Array1<uint32_t>& numbers) {
   check_same_length(pages.shape(0), numbers.shape(0), "pages and numbers differ in length");
   const Tier checked = to_tier(tier);
   std::vector<uint8_t> out(pages.shape(0));
@@ -123,205 +123,270 @@ void bind_index(nb::module_& module) {
       .def_ro("pages", &MatchResult::pages)
       .def_ro("pending", &MatchResult::pending)
       .def_prop_ro("miss", [](const MatchResult& self) { return static_cast<int>(self.miss); })
-      .def_prop_ro("spans", [](const MatchResult& self) {
-        std::vector<std::tuple<uint32_t, uint32_t, int>> out;
-        for (const Span& span : self.spans) out.emplace_back(span.first_page, span.pages, static_cast<int>(span.tier));
-        return out;
-      }, "Return (first page, pages, tier) of each run, in order.");
+      .def_prop_ro(
+          "spans",
+          [](const MatchResult& self) {
+            std::vector<std::tuple<uint32_t, uint32_t, int>> out;
+            for (const Span& span : self.spans)
+              out.emplace_back(span.first_page, span.pages, static_cast<int>(span.tier));
+            return out;
+          },
+          "Return (first page, pages, tier) of each run, in order.");
 
-  nb::class_<ClaimBatch>(module, "ClaimBatch", "What a claim over n pages did; columns are tiers. The arrays are views of it.")
-      .def_prop_ro("pages", [](const ClaimBatch& self) { return view(self.pages.data(), self.pages.size()); },
-                   nb::rv_policy::reference_internal)
-      .def_prop_ro("outcomes",
-                   [](const ClaimBatch& self) {
-                     return view(reinterpret_cast<const uint8_t*>(self.outcomes.data()), self.pages.size(), kTiers);
-                   },
-                   nb::rv_policy::reference_internal)
-      .def_prop_ro("slots", [](const ClaimBatch& self) { return view(self.slots.data(), self.pages.size(), kTiers); },
-                   nb::rv_policy::reference_internal)
-      .def_prop_ro("numbers", [](const ClaimBatch& self) { return view(self.numbers.data(), self.pages.size(), kTiers); },
-                   nb::rv_policy::reference_internal)
+  nb::class_<ClaimBatch>(module, "ClaimBatch",
+                         "What a claim over n pages did; columns are tiers. The arrays are views of it.")
+      .def_prop_ro(
+          "pages", [](const ClaimBatch& self) { return view(self.pages.data(), self.pages.size()); },
+          nb::rv_policy::reference_internal)
+      .def_prop_ro(
+          "outcomes",
+          [](const ClaimBatch& self) {
+            return view(reinterpret_cast<const uint8_t*>(self.outcomes.data()), self.pages.size(), kTiers);
+          },
+          nb::rv_policy::reference_internal)
+      .def_prop_ro(
+          "slots", [](const ClaimBatch& self) { return view(self.slots.data(), self.pages.size(), kTiers); },
+          nb::rv_policy::reference_internal)
+      .def_prop_ro(
+          "numbers", [](const ClaimBatch& self) { return view(self.numbers.data(), self.pages.size(), kTiers); },
+          nb::rv_policy::reference_internal)
       .def_ro("full_at", &ClaimBatch::full_at);
 
-  nb::class_<Index> index(module, "Index", "Tokens and keys -> pages; residency, slots, claims, pins, rank. See csrc/index.h.");
+  nb::class_<Index> index(module, "Index",
+                          "Tokens and keys -> pages; residency, slots, claims, pins, rank. See csrc/index.h.");
   index.def(nb::init<uint32_t>(), nb::arg("page_tokens"))
       .def_prop_ro("page_tokens", &Index::page_tokens)
       // ---- slots
-      .def("add_slots",
-           [](Index& self, int tier, uint32_t first, uint32_t count, bool closed) {
-             self.add_slots(to_tier(tier), first, count, closed);
-           },
-           nb::arg("tier"), nb::arg("first"), nb::arg("count"), nb::arg("closed") = false, Release())
-      .def("open_slots", [](Index& self, int tier, uint32_t first) { self.open_slots(to_tier(tier), first); }, nb::arg("tier"),
-           nb::arg("first"), Release())
-      .def("claimable", [](const Index& self, int tier) { return self.claimable(to_tier(tier)); }, nb::arg("tier"), Release())
-      .def("pin_resident",
-           [](Index& self, int tier, std::optional<uint32_t> after, uint32_t n) {
-             std::vector<PageId> pages;
-             std::vector<uint32_t> slots;
-             {
-               nb::gil_scoped_release release;
-               self.pin_resident(to_tier(tier), after.value_or(kNoPage), n, &pages, &slots);
-             }
-             return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(slots)));
-           },
-           nb::arg("tier"), nb::arg("after").none(), nb::arg("n"))
-      .def("close_slots", [](Index& self, int tier, uint32_t first) { self.close_slots(to_tier(tier), first); }, nb::arg("tier"),
-           nb::arg("first"), Release())
-      .def("drop_slots", [](Index& self, int tier, uint32_t first) { return self.drop_slots(to_tier(tier), first); }, nb::arg("tier"),
-           nb::arg("first"), Release())
+      .def(
+          "add_slots",
+          [](Index& self, int tier, uint32_t first, uint32_t count, bool closed) {
+            self.add_slots(to_tier(tier), first, count, closed);
+          },
+          nb::arg("tier"), nb::arg("first"), nb::arg("count"), nb::arg("closed") = false, Release())
+      .def(
+          "open_slots", [](Index& self, int tier, uint32_t first) { self.open_slots(to_tier(tier), first); },
+          nb::arg("tier"), nb::arg("first"), Release())
+      .def(
+          "claimable", [](const Index& self, int tier) { return self.claimable(to_tier(tier)); }, nb::arg("tier"),
+          Release())
+      .def(
+          "pin_resident",
+          [](Index& self, int tier, std::optional<uint32_t> after, uint32_t n) {
+            std::vector<PageId> pages;
+            std::vector<uint32_t> slots;
+            {
+              nb::gil_scoped_release release;
+              self.pin_resident(to_tier(tier), after.value_or(kNoPage), n, &pages, &slots);
+            }
+            return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(slots)));
+          },
+          nb::arg("tier"), nb::arg("after").none(), nb::arg("n"))
+      .def(
+          "close_slots", [](Index& self, int tier, uint32_t first) { self.close_slots(to_tier(tier), first); },
+          nb::arg("tier"), nb::arg("first"), Release())
+      .def(
+          "drop_slots", [](Index& self, int tier, uint32_t first) { return self.drop_slots(to_tier(tier), first); },
+          nb::arg("tier"), nb::arg("first"), Release())
       // ---- namespaces, epochs
-      .def("open_namespace",
-           [](Index& self, const std::optional<nb::bytes>& seed) {
-             if (!seed) return self.open_namespace(nullptr);
-             if (seed->size() != 32) throw nb::value_error("a namespace seed has 32 bytes");
-             return self.open_namespace(reinterpret_cast<const uint8_t*>(seed->c_str()));
-           },
-           nb::arg("seed").none() = nb::none())
+      .def(
+          "open_namespace",
+          [](Index& self, const std::optional<nb::bytes>& seed) {
+            if (!seed) return self.open_namespace(nullptr);
+            if (seed->size() != 32) throw nb::value_error("a namespace seed has 32 bytes");
+            return self.open_namespace(reinterpret_cast<const uint8_t*>(seed->c_str()));
+          },
+          nb::arg("seed").none() = nb::none())
       .def("set_epoch", &Index::set_epoch, nb::arg("epoch"), Release())
       .def_prop_ro("epoch", &Index::epoch)
       // ---- match
-      .def("match_and_pin",
-           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable) {
-             return self.match_and_pin(name_space, tokens.data(), tokens.shape(0), to_mask(usable));
-           },
-           nb::arg("name_space"), nb::arg("tokens"), nb::arg("usable"), Release())
-      .def("match_length",
-           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable) {
-             uint32_t pending = 0;
-             const uint32_t pages = self.match_length(name_space, tokens.data(), tokens.shape(0), to_mask(usable), &pending);
-             return std::tuple(pages, pending);
-           },
-           nb::arg("name_space"), nb::arg("tokens"), nb::arg("usable"), Release(), "Return (pages, pending) of a match, without making it.")
-      .def("match_keys_and_pin",
-           [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int usable) {
-             const std::vector<Key> list = to_keys(keys);
-             return self.match_keys_and_pin(list.data(), static_cast<uint32_t>(list.size()), kind, to_mask(usable));
-           },
-           nb::arg("keys"), nb::arg("kind"), nb::arg("usable"), Release())
-      .def("lease_pages",
-           [](const Index& self, uint64_t lease, uint32_t first, uint32_t count) {
-             const uint32_t most = std::min(count, self.lease_length(lease));
-             std::vector<uint32_t> pages(most), slots(most);
-             std::vector<uint8_t> tiers(most);
-             uint32_t n;
-             {
-               nb::gil_scoped_release release;
-               n = self.lease_pages(lease, first, most, pages.data(), tiers.data(), slots.data());
-             }
-             pages.resize(n);
-             tiers.resize(n);
-             slots.resize(n);
-             return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(tiers)), to_numpy(std::move(slots)));
-           },
-           nb::arg("lease"), nb::arg("first"), nb::arg("count"))
+      .def(
+          "match_and_pin",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable) {
+            return self.match_and_pin(name_space, tokens.data(), tokens.shape(0), to_mask(usable));
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("usable"), Release())
+      .def(
+          "match_length",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable) {
+            uint32_t pending = 0;
+            const uint32_t pages =
+                self.match_length(name_space, tokens.data(), tokens.shape(0), to_mask(usable), &pending);
+            return std::tuple(pages, pending);
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("usable"), Release(),
+          "Return (pages, pending) of a match, without making it.")
+      .def(
+          "match_keys_and_pin",
+          [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int usable) {
+            const std::vector<Key> list = to_keys(keys);
+            return self.match_keys_and_pin(list.data(), static_cast<uint32_t>(list.size()), kind, to_mask(usable));
+          },
+          nb::arg("keys"), nb::arg("kind"), nb::arg("usable"), Release())
+      .def(
+          "lease_pages",
+          [](const Index& self, uint64_t lease, uint32_t first, uint32_t count) {
+            const uint32_t most = std::min(count, self.lease_length(lease));
+            std::vector<uint32_t> pages(most), slots(most);
+            std::vector<uint8_t> tiers(most);
+            uint32_t n;
+            {
+              nb::gil_scoped_release release;
+              n = self.lease_pages(lease, first, most, pages.data(), tiers.data(), slots.data());
+            }
+            pages.resize(n);
+            tiers.resize(n);
+            slots.resize(n);
+            return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(tiers)), to_numpy(std::move(slots)));
+          },
+          nb::arg("lease"), nb::arg("first"), nb::arg("count"))
       .def("retain", &Index::retain, nb::arg("lease"), Release())
       .def("release", &Index::release, nb::arg("lease"), Release())
       .def("shorten", &Index::shorten, nb::arg("lease"), nb::arg("pages"), Release())
       // ---- claims
-      .def("claim_absent",
-           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys, uint32_t first_page,
-              uint32_t total, int tiers) {
-             check_tokens(self, tokens.shape(0), total);
-             if (keys.shape(0) < total) throw nb::value_error("fewer keys than pages");
-             const std::vector<Key> list = to_keys(keys);
-             ClaimBatch out;
-             self.claim_absent(name_space, tokens.data(), list.data(), first_page, total, to_mask(tiers), &out);
-             return out;
-           },
-           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("first_page"), nb::arg("total"), nb::arg("tiers"), Release())
-      .def("claim_absent_keys",
-           [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int parent_state, const nb::bytes& parent, int tiers) {
-             if (parent_state < 0 || parent_state > 2) throw nb::value_error("parent_state is 0 (root), 1 (known) or 2 (unknown)");
-             const ParentState state = static_cast<ParentState>(parent_state);
-             const Key parent_key = to_key(parent, state == ParentState::kKnown ? 1 : 0);
-             ClaimBatch out;
-             {
-               nb::gil_scoped_release release;
-               const std::vector<Key> list = to_keys(keys);
-               self.claim_absent_keys(list.data(), static_cast<uint32_t>(list.size()), kind, state, parent_key, to_mask(tiers), &out);
-             }
-             return out;
-           },
-           nb::arg("keys"), nb::arg("kind"), nb::arg("parent_state"), nb::arg("parent"), nb::arg("tiers"))
-      .def("claim_leased",
-           [](Index& self, uint64_t lease, int tier, const std::optional<Array1<bool>>& rows) {
-             if (rows && rows->shape(0) < self.lease_length(lease)) throw nb::value_error("fewer rows than pages of the lease");
-             ClaimBatch out;
-             self.claim_leased(lease, to_tier(tier), rows ? reinterpret_cast<const uint8_t*>(rows->data()) : nullptr, &out);
-             return out;
-           },
-           nb::arg("lease"), nb::arg("tier"), nb::arg("rows").none() = nb::none(), Release())
-      .def("commit", [](Index& self, uint32_t page, int tier, uint32_t number) { return self.commit(page, to_tier(tier), number); },
-           nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
-      .def("abort", [](Index& self, uint32_t page, int tier, uint32_t number) { return self.abort(page, to_tier(tier), number); },
-           nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
-      .def("finish", [](Index& self, uint32_t page, int tier, uint32_t number) { return self.finish(page, to_tier(tier), number); },
-           nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
-      .def("keep", [](Index& self, uint32_t page, int tier, uint32_t number) { return self.keep(page, to_tier(tier), number); },
-           nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
-      .def("commit_many", &for_each<&Index::commit>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"), "Return uint8[n] of Status.")
-      .def("abort_many", &for_each<&Index::abort>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"), "Return uint8[n] of Status.")
-      .def("finish_many", &for_each<&Index::finish>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"), "Return uint8[n] of Status.")
-      .def("keep_many", &for_each<&Index::keep>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"), "Return uint8[n] of Status.")
-      .def("unpin_pages", [](Index& self, const Array1<uint32_t>& pages) { self.unpin_pages(pages.data(), pages.shape(0)); },
-           nb::arg("pages"), Release())
-      .def("labels",
-           [](const Index& self, const Array1<uint32_t>& pages) {
-             std::vector<Label> labels(pages.shape(0));
-             {
-               nb::gil_scoped_release release;
-               self.labels(pages.data(), labels.size(), labels.data());
-             }
-             std::vector<std::tuple<nb::bytes, nb::bytes, int, int, uint32_t, uint64_t>> out;
-             for (const Label& label : labels) {
-               out.emplace_back(to_bytes(label.key), to_bytes(label.parent), static_cast<int>(label.parent_state), label.kind, label.depth,
-                                label.epoch);
-             }
-             return out;
-           },
-           nb::arg("pages"), "Return (key, parent key, parent state, kind, depth, epoch) of each page.")
+      .def(
+          "claim_absent",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys,
+             uint32_t first_page, uint32_t total, int tiers) {
+            check_tokens(self, tokens.shape(0), total);
+            if (keys.shape(0) < total) throw nb::value_error("fewer keys than pages");
+            const std::vector<Key> list = to_keys(keys);
+            ClaimBatch out;
+            self.claim_absent(name_space, tokens.data(), list.data(), first_page, total, to_mask(tiers), &out);
+            return out;
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("first_page"), nb::arg("total"),
+          nb::arg("tiers"), Release())
+      .def(
+          "claim_absent_keys",
+          [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int parent_state, const nb::bytes& parent,
+             int tiers) {
+            if (parent_state < 0 || parent_state > 2)
+              throw nb::value_error("parent_state is 0 (root), 1 (known) or 2 (unknown)");
+            const ParentState state = static_cast<ParentState>(parent_state);
+            const Key parent_key = to_key(parent, state == ParentState::kKnown ? 1 : 0);
+            ClaimBatch out;
+            {
+              nb::gil_scoped_release release;
+              const std::vector<Key> list = to_keys(keys);
+              self.claim_absent_keys(list.data(), static_cast<uint32_t>(list.size()), kind, state, parent_key,
+                                     to_mask(tiers), &out);
+            }
+            return out;
+          },
+          nb::arg("keys"), nb::arg("kind"), nb::arg("parent_state"), nb::arg("parent"), nb::arg("tiers"))
+      .def(
+          "claim_leased",
+          [](Index& self, uint64_t lease, int tier, const std::optional<Array1<bool>>& rows) {
+            if (rows && rows->shape(0) < self.lease_length(lease))
+              throw nb::value_error("fewer rows than pages of the lease");
+            ClaimBatch out;
+            self.claim_leased(lease, to_tier(tier), rows ? reinterpret_cast<const uint8_t*>(rows->data()) : nullptr,
+                              &out);
+            return out;
+          },
+          nb::arg("lease"), nb::arg("tier"), nb::arg("rows").none() = nb::none(), Release())
+      .def(
+          "commit",
+          [](Index& self, uint32_t page, int tier, uint32_t number) {
+            return self.commit(page, to_tier(tier), number);
+          },
+          nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
+      .def(
+          "abort",
+          [](Index& self, uint32_t page, int tier, uint32_t number) { return self.abort(page, to_tier(tier), number); },
+          nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
+      .def(
+          "finish",
+          [](Index& self, uint32_t page, int tier, uint32_t number) {
+            return self.finish(page, to_tier(tier), number);
+          },
+          nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
+      .def(
+          "keep",
+          [](Index& self, uint32_t page, int tier, uint32_t number) { return self.keep(page, to_tier(tier), number); },
+          nb::arg("page"), nb::arg("tier"), nb::arg("number"), Release())
+      .def("commit_many", &for_each<&Index::commit>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"),
+           "Return uint8[n] of Status.")
+      .def("abort_many", &for_each<&Index::abort>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"),
+           "Return uint8[n] of Status.")
+      .def("finish_many", &for_each<&Index::finish>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"),
+           "Return uint8[n] of Status.")
+      .def("keep_many", &for_each<&Index::keep>, nb::arg("pages"), nb::arg("tier"), nb::arg("numbers"),
+           "Return uint8[n] of Status.")
+      .def(
+          "unpin_pages",
+          [](Index& self, const Array1<uint32_t>& pages) { self.unpin_pages(pages.data(), pages.shape(0)); },
+          nb::arg("pages"), Release())
+      .def(
+          "labels",
+          [](const Index& self, const Array1<uint32_t>& pages) {
+            std::vector<Label> labels(pages.shape(0));
+            {
+              nb::gil_scoped_release release;
+              self.labels(pages.data(), labels.size(), labels.data());
+            }
+            std::vector<std::tuple<nb::bytes, nb::bytes, int, int, uint32_t, uint64_t>> out;
+            for (const Label& label : labels) {
+              out.emplace_back(to_bytes(label.key), to_bytes(label.parent), static_cast<int>(label.parent_state),
+                               label.kind, label.depth, label.epoch);
+            }
+            return out;
+          },
+          nb::arg("pages"), "Return (key, parent key, parent state, kind, depth, epoch) of each page.")
       // ---- eviction
-      .def("claim_victims",
-           [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range) {
-             std::vector<Victim> victims;
-             {
-               nb::gil_scoped_release release;
-               self.claim_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &victims);
-             }
-             return to_arrays(victims);
-           },
-           nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none())
-      .def("free_slots",
-           [](Index& self, int tier, const Array1<uint32_t>& slots) { self.free_slots(to_tier(tier), slots.data(), slots.shape(0)); },
-           nb::arg("tier"), nb::arg("slots"), Release())
-      .def("quarantine", [](Index& self, uint32_t page, int tier, uint32_t slot) { return self.quarantine(page, to_tier(tier), slot); },
-           nb::arg("page"), nb::arg("tier"), nb::arg("slot"), Release())
-      .def("claim_quarantined",
-           [](Index& self, int tier, uint32_t n) {
-             std::vector<Victim> victims;
-             {
-               nb::gil_scoped_release release;
-               self.claim_quarantined(to_tier(tier), n, &victims);
-             }
-             return to_arrays(victims);
-           },
-           nb::arg("tier"), nb::arg("n"))
-      .def("mend",
-           [](Index& self, uint32_t page, int tier, uint32_t number, bool mended) { return self.mend(page, to_tier(tier), number, mended); },
-           nb::arg("page"), nb::arg("tier"), nb::arg("number"), nb::arg("mended"), Release())
-      .def("claim_chain",
-           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint32_t keep_pages, int tiers) {
-             std::vector<Victim> victims[kTiers];
-             {
-               nb::gil_scoped_release release;
-               self.claim_chain(name_space, tokens.data(), tokens.shape(0), keep_pages, to_mask(tiers), victims);
-             }
-             std::vector<VictimArrays> out;
-             for (const std::vector<Victim>& of_tier : victims) out.push_back(to_arrays(of_tier));
-             return out;
-           },
-           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keep_pages"), nb::arg("tiers"))
+      .def(
+          "claim_victims",
+          [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range) {
+            std::vector<Victim> victims;
+            {
+              nb::gil_scoped_release release;
+              self.claim_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &victims);
+            }
+            return to_arrays(victims);
+          },
+          nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none())
+      .def(
+          "free_slots",
+          [](Index& self, int tier, const Array1<uint32_t>& slots) {
+            self.free_slots(to_tier(tier), slots.data(), slots.shape(0));
+          },
+          nb::arg("tier"), nb::arg("slots"), Release())
+      .def(
+          "quarantine",
+          [](Index& self, uint32_t page, int tier, uint32_t slot) {
+            return self.quarantine(page, to_tier(tier), slot);
+          },
+          nb::arg("page"), nb::arg("tier"), nb::arg("slot"), Release())
+      .def(
+          "claim_quarantined",
+          [](Index& self, int tier, uint32_t n) {
+            std::vector<Victim> victims;
+            {
+              nb::gil_scoped_release release;
+              self.claim_quarantined(to_tier(tier), n, &victims);
+            }
+            return to_arrays(victims);
+          },
+          nb::arg("tier"), nb::arg("n"))
+      .def(
+          "mend",
+          [](Index& self, uint32_t page, int tier, uint32_t number, bool mended) {
+            return self.mend(page, to_tier(tier), number, mended);
+          },
+          nb::arg("page"), nb::arg("tier"), nb::arg("number"), nb::arg("mended"), Release())
+      .def(
+          "claim_chain",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint32_t keep_pages, int tiers) {
+            std::vector<Victim> victims[kTiers];
+            {
+              nb::gil_scoped_release release;
+              self.claim_chain(name_space, tokens.data(), tokens.shape(0), keep_pages, to_mask(tiers), victims);
+            }
+            std::vector<VictimArrays> out;
+            for (const std::vector<Victim>& of_tier : victims) out.push_back(to_arrays(of_tier));
+            return out;
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("keep_pages"), nb::arg("tiers"))
       // ---- private slots
       .def("take_private",
            [](Index& self, int tier, uint32_t n) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
@@ -376,88 +441,98 @@ void bind_index(nb::module_& module) {
            nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("pages"), nb::arg("tier"), nb::arg("slots"),
            "Return (outcomes uint8[n], ids uint32[n]); outcome 1 (new): published, else the slot stays private.")
       // ---- recovery, export, statistics
-      .def("recover",
-           [](Index& self, int tier, const Array1<uint32_t>& slots, const Array2<uint8_t>& keys, const Array1<uint8_t>& key_lengths,
-              const Array2<uint8_t>& parents, const Array1<uint8_t>& parent_lengths, const Array1<uint8_t>& parent_states,
-              const Array1<uint32_t>& depths, const Array1<uint8_t>& kinds, const Array1<uint64_t>& epochs,
-              const Array1<uint64_t>& stamps) {
-             const size_t n = slots.shape(0);
-             for (const size_t length : {keys.shape(0), key_lengths.shape(0), parents.shape(0), parent_lengths.shape(0),
-                                         parent_states.shape(0), depths.shape(0), kinds.shape(0), epochs.shape(0), stamps.shape(0)}) {
-               check_same_length(n, length, "the columns of recover() differ in length");
-             }
-             if (keys.shape(1) != kMaxKeyBytes || parents.shape(1) != kMaxKeyBytes) throw nb::value_error("keys and parents are uint8[n, 64]");
-             const Tier checked = to_tier(tier);
-             std::vector<uint8_t> accepted(n);
-             {
-               nb::gil_scoped_release release;
-               std::vector<Label> labels(n);
-               for (size_t i = 0; i < n; ++i) {
-                 Label& label = labels[i];
-                 label.key.length = std::min<uint8_t>(key_lengths.data()[i], kMaxKeyBytes + 1);
-                 std::memcpy(label.key.bytes.data(), keys.data() + i * kMaxKeyBytes, std::min<size_t>(label.key.length, kMaxKeyBytes));
-                 label.parent.length = std::min<uint8_t>(parent_lengths.data()[i], kMaxKeyBytes + 1);
-                 std::memcpy(label.parent.bytes.data(), parents.data() + i * kMaxKeyBytes,
-                             std::min<size_t>(label.parent.length, kMaxKeyBytes));
-                 label.parent_state = static_cast<ParentState>(std::min<uint8_t>(parent_states.data()[i], 2));
-                 label.depth = depths.data()[i];
-                 label.kind = kinds.data()[i];
-                 label.epoch = epochs.data()[i];
-               }
-               self.recover(checked, slots.data(), labels.data(), stamps.data(), n, accepted.data());
-             }
-             return to_numpy(std::move(accepted));
-           },
-           nb::arg("tier"), nb::arg("slots"), nb::arg("keys"), nb::arg("key_lengths"), nb::arg("parents"), nb::arg("parent_lengths"),
-           nb::arg("parent_states"), nb::arg("depths"), nb::arg("kinds"), nb::arg("epochs"), nb::arg("stamps"))
-      .def("rank_order",
-           [](const Index& self, int tier) {
-             std::vector<uint32_t> slots;
-             {
-               nb::gil_scoped_release release;
-               self.rank_order(to_tier(tier), &slots);
-             }
-             return to_numpy(std::move(slots));
-           },
-           nb::arg("tier"))
-      .def("state",
-           [](const Index& self, const nb::bytes& key, uint8_t kind) {
-             const std::array<Residency, kTiers> s = self.state(to_key(key, 1), kind);
-             return std::tuple(static_cast<int>(s[0]), static_cast<int>(s[1]), static_cast<int>(s[2]), static_cast<int>(s[3]));
-           },
-           nb::arg("key"), nb::arg("kind") = 1)
-      .def("probe",
-           [](const Index& self, const Array2<uint8_t>& keys, uint8_t kind, int usable) {
-             const TierMask tiers = to_mask(usable);
-             const std::vector<Key> list = to_keys(keys);
-             std::vector<uint8_t> out(list.size());
-             uint32_t run;
-             {
-               nb::gil_scoped_release release;
-               run = self.probe(list.data(), static_cast<uint32_t>(list.size()), kind, tiers, out.data());
-             }
-             return std::tuple(run, to_numpy(std::move(out)));
-           },
-           nb::arg("keys"), nb::arg("kind"), nb::arg("usable"))
-      .def("counts",
-           [](const Index& self, int tier) {
-             const Tier checked = to_tier(tier);
-             TierCounts counts;
-             {
-               nb::gil_scoped_release release;
-               counts = self.counts(checked);
-             }
-             nb::typed<nb::dict, nb::str, int> out;
-             out["capacity"] = counts.capacity;
-             out["free"] = counts.free;
-             out["arriving"] = counts.arriving;
-             out["resident"] = counts.resident;
-             out["leaving"] = counts.leaving;
-             out["quarantined"] = counts.quarantined;
-             out["pinned"] = counts.pinned;
-             return out;
-           },
-           nb::arg("tier"))
+      .def(
+          "recover",
+          [](Index& self, int tier, const Array1<uint32_t>& slots, const Array2<uint8_t>& keys,
+             const Array1<uint8_t>& key_lengths, const Array2<uint8_t>& parents, const Array1<uint8_t>& parent_lengths,
+             const Array1<uint8_t>& parent_states, const Array1<uint32_t>& depths, const Array1<uint8_t>& kinds,
+             const Array1<uint64_t>& epochs, const Array1<uint64_t>& stamps) {
+            const size_t n = slots.shape(0);
+            for (const size_t length :
+                 {keys.shape(0), key_lengths.shape(0), parents.shape(0), parent_lengths.shape(0),
+                  parent_states.shape(0), depths.shape(0), kinds.shape(0), epochs.shape(0), stamps.shape(0)}) {
+              check_same_length(n, length, "the columns of recover() differ in length");
+            }
+            if (keys.shape(1) != kMaxKeyBytes || parents.shape(1) != kMaxKeyBytes)
+              throw nb::value_error("keys and parents are uint8[n, 64]");
+            const Tier checked = to_tier(tier);
+            std::vector<uint8_t> accepted(n);
+            {
+              nb::gil_scoped_release release;
+              std::vector<Label> labels(n);
+              for (size_t i = 0; i < n; ++i) {
+                Label& label = labels[i];
+                label.key.length = std::min<uint8_t>(key_lengths.data()[i], kMaxKeyBytes + 1);
+                std::memcpy(label.key.bytes.data(), keys.data() + i * kMaxKeyBytes,
+                            std::min<size_t>(label.key.length, kMaxKeyBytes));
+                label.parent.length = std::min<uint8_t>(parent_lengths.data()[i], kMaxKeyBytes + 1);
+                std::memcpy(label.parent.bytes.data(), parents.data() + i * kMaxKeyBytes,
+                            std::min<size_t>(label.parent.length, kMaxKeyBytes));
+                label.parent_state = static_cast<ParentState>(std::min<uint8_t>(parent_states.data()[i], 2));
+                label.depth = depths.data()[i];
+                label.kind = kinds.data()[i];
+                label.epoch = epochs.data()[i];
+              }
+              self.recover(checked, slots.data(), labels.data(), stamps.data(), n, accepted.data());
+            }
+            return to_numpy(std::move(accepted));
+          },
+          nb::arg("tier"), nb::arg("slots"), nb::arg("keys"), nb::arg("key_lengths"), nb::arg("parents"),
+          nb::arg("parent_lengths"), nb::arg("parent_states"), nb::arg("depths"), nb::arg("kinds"), nb::arg("epochs"),
+          nb::arg("stamps"))
+      .def(
+          "rank_order",
+          [](const Index& self, int tier) {
+            std::vector<uint32_t> slots;
+            {
+              nb::gil_scoped_release release;
+              self.rank_order(to_tier(tier), &slots);
+            }
+            return to_numpy(std::move(slots));
+          },
+          nb::arg("tier"))
+      .def(
+          "state",
+          [](const Index& self, const nb::bytes& key, uint8_t kind) {
+            const std::array<Residency, kTiers> s = self.state(to_key(key, 1), kind);
+            return std::tuple(static_cast<int>(s[0]), static_cast<int>(s[1]), static_cast<int>(s[2]),
+                              static_cast<int>(s[3]));
+          },
+          nb::arg("key"), nb::arg("kind") = 1)
+      .def(
+          "probe",
+          [](const Index& self, const Array2<uint8_t>& keys, uint8_t kind, int usable) {
+            const TierMask tiers = to_mask(usable);
+            const std::vector<Key> list = to_keys(keys);
+            std::vector<uint8_t> out(list.size());
+            uint32_t run;
+            {
+              nb::gil_scoped_release release;
+              run = self.probe(list.data(), static_cast<uint32_t>(list.size()), kind, tiers, out.data());
+            }
+            return std::tuple(run, to_numpy(std::move(out)));
+          },
+          nb::arg("keys"), nb::arg("kind"), nb::arg("usable"))
+      .def(
+          "counts",
+          [](const Index& self, int tier) {
+            const Tier checked = to_tier(tier);
+            TierCounts counts;
+            {
+              nb::gil_scoped_release release;
+              counts = self.counts(checked);
+            }
+            nb::typed<nb::dict, nb::str, int> out;
+            out["capacity"] = counts.capacity;
+            out["free"] = counts.free;
+            out["arriving"] = counts.arriving;
+            out["resident"] = counts.resident;
+            out["leaving"] = counts.leaving;
+            out["quarantined"] = counts.quarantined;
+            out["pinned"] = counts.pinned;
+            return out;
+          },
+          nb::arg("tier"))
       .def("prepare", &Index::prepare, nb::arg("pages"), Release(), "Make room for records ahead of need.")
       .def("pages", &Index::pages)
       .def("nodes", &Index::nodes)

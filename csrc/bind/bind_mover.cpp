@@ -211,8 +211,7 @@ void bind_inbox(nb::module_& module) {
       .def(
           "fileno", [](const InboxHandle& self) { return self.inbox->fileno(); },
           "Return an eventfd that is readable while completions wait.")
-      .def(
-          "close", [](const InboxHandle& self) { self.inbox->close(); }, "Drop what waits, refuse what comes.");
+      .def("close", [](const InboxHandle& self) { self.inbox->close(); }, "Drop what waits, refuse what comes.");
 }
 
 void bind_transfer(nb::module_& module) {
@@ -318,8 +317,9 @@ void bind_mover_class(nb::module_& module) {
            "Drop what ended transfers kept alive; return how many there were.")
       .def("stats", &stats, "Return the counters: dict; bytes_read and bytes_written are tuples by column.")
       .def_prop_ro("poisoned", [](MoverHandle& self) { return self.mover().poisoned(); })
-      .def_prop_ro("poison_reason", [](MoverHandle& self) { return self.mover().poison_reason(); },
-                   "What failed first in a worker; empty if nothing did.");
+      .def_prop_ro(
+          "poison_reason", [](MoverHandle& self) { return self.mover().poison_reason(); },
+          "What failed first in a worker; empty if nothing did.");
 }
 
 }  // namespace

@@ -125,7 +125,8 @@ void bind_checksums(nb::module_& module) {
           copy_fence();
         });
       },
-      nb::arg("target"), nb::arg("source"), "Copy `source: uint8[n]` to `target: uint8[n]`, around the cache where it pays.");
+      nb::arg("target"), nb::arg("source"),
+      "Copy `source: uint8[n]` to `target: uint8[n]`, around the cache where it pays.");
   module.def("crc32c_combine", &crc32c_combine, nb::arg("crc_a"), nb::arg("crc_b"), nb::arg("bytes_b"),
              "Return the CRC-32C of A|B from those of A and B.");
   module.def("crc32c_implementation", &crc32c_implementation, "Name the CRC-32C implementation of this machine.");
@@ -144,18 +145,21 @@ void bind_hashing(nb::module_& module) {
   module.def(
       "hash_chain",
       [](std::optional<nb::bytes> prior, Array1<int32_t> tokens, int64_t page_tokens) {
-        if (page_tokens < 1) throw std::invalid_argument("page_tokens must be positive, not " + std::to_string(page_tokens));
+        if (page_tokens < 1)
+          throw std::invalid_argument("page_tokens must be positive, not " + std::to_string(page_tokens));
         std::array<uint8_t, kDigestBytes> seed;
         if (prior) seed = digest_from(*prior, "prior");
         const size_t pages = tokens.size() / static_cast<size_t>(page_tokens);
         std::vector<uint8_t> digests(pages * kDigestBytes);
         without_gil(tokens.size() * sizeof(int32_t), [&] {
-          hash_chain(prior ? seed.data() : nullptr, tokens.data(), pages, static_cast<size_t>(page_tokens), digests.data());
+          hash_chain(prior ? seed.data() : nullptr, tokens.data(), pages, static_cast<size_t>(page_tokens),
+                     digests.data());
         });
         return to_numpy(std::move(digests), pages, kDigestBytes);
       },
       nb::arg("prior").none(), nb::arg("tokens"), nb::arg("page_tokens"),
-      "Hash the full pages of `tokens: int32[n]`, each chained on the one before. Returns uint8[n // page_tokens, 32].");
+      "Hash the full pages of `tokens: int32[n]`, each chained on the one before. Returns uint8[n // page_tokens, "
+      "32].");
 }
 
 void bind_shape(nb::module_& module) {
@@ -207,7 +211,8 @@ template <typename CopyLayer>
 void copy_page(const PageShape& shape, uint32_t* checksums, CopyLayer copy_layer) {
   require_done(without_gil(shape.page_bytes(), [&] {
     for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
-      const Status status = copy_layer(layer, shape.layer_offset(layer), checksums != nullptr ? checksums + layer : nullptr);
+      const Status status =
+          copy_layer(layer, shape.layer_offset(layer), checksums != nullptr ? checksums + layer : nullptr);
       if (status != Status::kOk) return status;
     }
     copy_fence();
@@ -235,9 +240,10 @@ void bind_pool(nb::module_& module) {
   nb::class_<PoolHandle>(module, "Pool", "The layout of a pool in memory that the caller keeps alive. Immutable.")
       .def(
           "__init__",
-          [](PoolHandle* self, const PageShape& shape, uint32_t streams, Array1<uint64_t> base, Array1<int64_t> slot_stride,
-             Array1<int64_t> outer_stride, Array1<int64_t> inner_stride, Array1<uint32_t> outer_count,
-             Array1<uint32_t> inner_count, Array1<uint64_t> piece_bytes, uint64_t slots, bool writable) {
+          [](PoolHandle* self, const PageShape& shape, uint32_t streams, Array1<uint64_t> base,
+             Array1<int64_t> slot_stride, Array1<int64_t> outer_stride, Array1<int64_t> inner_stride,
+             Array1<uint32_t> outer_count, Array1<uint32_t> inner_count, Array1<uint64_t> piece_bytes, uint64_t slots,
+             bool writable) {
             const size_t count = base.size();
             for (const size_t size : {slot_stride.size(), outer_stride.size(), inner_stride.size(), outer_count.size(),
                                       inner_count.size(), piece_bytes.size()})
@@ -254,7 +260,8 @@ void bind_pool(nb::module_& module) {
               views[i].inner_count = inner_count.data()[i];
               views[i].piece_bytes = piece_bytes.data()[i];
             }
-            new (self) PoolHandle{std::make_shared<const PoolLayout>(shape, streams, std::move(views), slots, writable), shape};
+            new (self) PoolHandle{std::make_shared<const PoolLayout>(shape, streams, std::move(views), slots, writable),
+                                  shape};
           },
           nb::arg("shape"), nb::arg("streams"), nb::arg("base"), nb::arg("slot_stride"), nb::arg("outer_stride"),
           nb::arg("inner_stride"), nb::arg("outer_count"), nb::arg("inner_count"), nb::arg("piece_bytes"),
@@ -270,7 +277,8 @@ void bind_pool(nb::module_& module) {
             return to_numpy(std::move(checksums));
           },
           nb::arg("slot"), nb::arg("target"),
-          "Copy a slot to `target: uint8[page_bytes]` in canonical order. Returns uint32[layers], the CRC-32C of each layer.")
+          "Copy a slot to `target: uint8[page_bytes]` in canonical order. Returns uint32[layers], the CRC-32C of each "
+          "layer.")
       .def(
           "scatter",
           [](const PoolHandle& self, uint64_t slot, Bytes source) {

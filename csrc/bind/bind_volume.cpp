@@ -314,12 +314,16 @@ void bind_volumes(nb::module_& module) {
              bool direct_io) {
             Descriptor metadata(metadata_fd);
             Descriptor pages(pages_fd);
-            new (self) Volume(shape, header, std::move(metadata), std::move(pages), direct_io);
+            try {
+              new (self) Volume(shape, header, std::move(metadata), std::move(pages), direct_io);
+            } catch (const std::system_error& error) {
+              raise_os_error(error.code().value());
+            }
           },
           nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
           nb::arg("direct_io") = false,
-          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises "
-          "RuntimeError.")
+          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises: OSError where "
+          "a system call failed, RuntimeError where the volume is damaged or another's.")
       .def_prop_ro(
           "header", [](const Volume& self) { return self.header(); }, "A copy of the header.")
       .def("recover", &recover, nb::arg("epoch"),
@@ -427,7 +431,8 @@ Status read_foreign(const PageShape& shape, const VolumeHeader& header, int meta
                            wanted, target);
 }
 
-std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& header, int metadata_fd, uint32_t slot) {
+std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& header, int metadata_fd,
+                                                            uint32_t slot) {
   if (slot >= header.slots) throw nb::index_error("slot out of range");
   std::array<std::byte, kRecordBytes> bytes;
   int result = 0;

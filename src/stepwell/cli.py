@@ -19,14 +19,16 @@ def build_parser() -> argparse.ArgumentParser:
         "demo",
         help="serve a JAX decoder through all four tiers, kill it, serve again, and prove every logit",
         description=(
-            "Serves requests of a small JAX transformer through device, host, shared memory and disk, compares every logit with "
-            "an unbounded pool and with no reuse at all, kills the serving process with SIGKILL and serves warm again, then once "
-            "more from disk alone. Exit code 0 only if all of it holds."
+            "Serves requests of a small JAX transformer through device, host, shared memory and disk, compares every "
+            "logit with an unbounded pool and with no reuse at all, kills the serving process with SIGKILL and serves "
+            "warm again, then once more from disk alone. Exit code 0 only if all of it holds."
         ),
     )
     demo.add_argument("--quick", action="store_true", help="under one minute: fewer requests")
     demo.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    demo.add_argument("--trace", metavar="FILE", help="serve a Mooncake JSONL trace (plain, .gz, .xz), a 512-token block as one page")
+    demo.add_argument(
+        "--trace", metavar="FILE", help="serve a Mooncake JSONL trace (plain, .gz, .xz), a 512-token block as one page"
+    )
     demo.add_argument("--requests", type=_positive, metavar="N", help="how many requests to serve")
     demo.add_argument("--seed", type=int, default=0, help="of weights, prompts and schedule (default 0)")
     demo.add_argument("--directory", metavar="DIR", help="where the disk tier lies (default: a temporary directory)")

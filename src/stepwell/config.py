@@ -6,6 +6,7 @@ Every value is checked once, when the store opens; unknown names are refused wit
 
 from __future__ import annotations
 
+import decimal
 import difflib
 import os
 import re
@@ -49,7 +50,7 @@ def parse_size(value: Size, *, name: str = "size") -> int:
     found = _SIZE.fullmatch(value)
     if found is None or found[2].lower() not in _UNITS:
         raise StepwellUsageError(f"{name}: {value!r} is not a size; give bytes or e.g. '8GiB'")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(decimal.Decimal(found[1]) * _UNITS[found[2].lower()])  # exact, where a float is not
 
 
 class DeviceTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,8 +74,8 @@ class SharedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     capacity: bytes that the directory may hold in all, whoever put them there; this process adds nothing past it.
     path: the directory; made if missing, 0700. volume_bytes: size of a volume (default capacity / 32, between
-    64 MiB and 4 GiB, at most the capacity). share: bytes this process may claim back from neighbours that have more than
-    their own share (default capacity / 8, at least one volume).
+    64 MiB and 4 GiB, at most the capacity). share: bytes this process may claim back from neighbours that have more
+    than their own share (default capacity / 8, at least one volume).
     """
 
     capacity: Size
@@ -97,7 +98,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Hold everything a store is opened with.
 
     geometry: what a page's bytes are. epoch: of the weights; an int or any string. host: bytes or a HostTier.
-    copy_threads, io_threads: workers (small on purpose; 2 cores may be all there is). queue_units: bound of each work queue.
+    copy_threads, io_threads: workers (small on purpose; 2 cores may be all there is). queue_units: bound of each work
+    queue.
     low_watermark, high_watermark: a tier with less than `low` of its
     slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
     """
@@ -146,14 +148,14 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ("io_threads", 1, self.io_threads, 256),
             ("queue_units", 16, self.queue_units, 1 << 20),
         ):
-            if not low <= value <= high:
-                raise StepwellUsageError(f"{name}: {value} is not within {low}..{high}")
+            if not isinstance(value, int) or not low <= value <= high:
+                raise StepwellUsageError(f"{name}: {value!r} is not an int within {low}..{high}")
         if not 0.0 <= self.low_watermark <= self.high_watermark <= 0.5:
             raise StepwellUsageError(
                 f"watermarks: need 0 <= low ({self.low_watermark}) <= high ({self.high_watermark}) <= 0.5"
             )
-        if self.close_timeout < 0:
-            raise StepwellUsageError(f"close_timeout: {self.close_timeout} s is negative")
+        if not self.close_timeout >= 0:  # nor is NaN
+            raise StepwellUsageError(f"close_timeout: {self.close_timeout} s is not 0 or more")
         return self
 
     def host_bytes(self) -> int | None:
@@ -206,8 +208,8 @@ def from_mapping(values: Mapping[str, Any]) -> StoreConfig:
 def from_env(values: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> StoreConfig:
     """Build a configuration from the environment, over `values`. The only reader of the environment.
 
-    STEPWELL_SHARED_CAPACITY=8GiB sets shared.capacity, STEPWELL_EPOCH=7 sets epoch, and so on: names of the schema in
-    capitals, joined by one underscore.
+    STEPWELL_SHARED_CAPACITY=8GiB sets shared.capacity, STEPWELL_EPOCH=7 sets epoch (a decimal number is taken as an
+    int), and so on: names of the schema in capitals, joined by one underscore.
 
     Raises:
         StepwellUsageError: a STEPWELL_ variable that names nothing, or as from_mapping.
@@ -227,7 +229,8 @@ def from_env(values: Mapping[str, Any] | None = None, environ: Mapping[str, str]
             if not isinstance(inner, dict):
                 raise StepwellUsageError(f"{variable} sets a field of {name}, which is given as {inner!r}")
             target = inner
-        target[path[-1]] = text
+        # Text, which the schema turns into numbers, but where it takes either: "7" and 7 are two epochs.
+        target[path[-1]] = int(text) if path == ("epoch",) and text.isdecimal() else text
     return from_mapping(merged)
 
 

@@ -1,8 +1,8 @@
 """Say what is where: the index of pages by tokens and by key, and the words of its answers.
 
-The index itself is C++ (csrc/index.h): a radix tree over tokens, a page table, and per page and tier a residency, a slot,
-a claim number and pins, all under one mutex that is never held over a copy. Ids never travel unclaimed: what a match
-returns is pinned, what a claim returns is the claimant's until it is committed or aborted.
+The index itself is C++ (csrc/index.h): a radix tree over tokens, a page table, and per page and tier a residency, a
+slot, a claim number and pins, all under one mutex that is never held over a copy. Ids never travel unclaimed: what a
+match returns is pinned, what a claim returns is the claimant's until it is committed or aborted.
 """
 
 from __future__ import annotations

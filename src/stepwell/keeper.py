@@ -1,7 +1,7 @@
 """Run the store's background round in one thread, `sw-keeper`.
 
-What a round does is the store's (`PageStore._tick`); here is only when: at once when woken, and every quarter of a second
-so that probe leases end, deadlines hold, and what a neighbour lacks is given back within a second.
+What a round does is the store's (`PageStore._tick`); here is only when: at once when woken, and every quarter of a
+second so that probe leases end, deadlines hold, and what a neighbour lacks is given back within a second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ INTERVAL = 0.25
 class Keeper:
     """Call `tick`, a bound method, from one thread until stopped.
 
-    Invariant: never two ticks at once; a tick that raises StepwellError or OSError is logged (once for each message) and
-    the next one runs. The thread does not keep the method's owner alive: it ends when that has gone.
+    Invariant: never two ticks at once; a tick that raises StepwellError or OSError is logged (once for each message)
+    and the next one runs. The thread does not keep the method's owner alive: it ends when that has gone.
     """
 
     def __init__(self, tick: Callable[[], None], *, interval: float = INTERVAL) -> None:

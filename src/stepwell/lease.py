@@ -73,6 +73,10 @@ class Match:
         """Whether the lease has ended."""
         return self._closed
 
+    def is_of(self, index: Index) -> bool:
+        """Tell whether this lease pins pages of that index. For the store."""
+        return self._index is index
+
     def lease_id(self) -> int:
         """Return the index's number of this lease, 0 if nothing is pinned. For the store.
 

@@ -1,7 +1,7 @@
 """Carry out transfers: the Python face of the mover, and what a caller sees of a batch of page copies.
 
-The mover itself is C++ (csrc/mover.h): named workers, bounded weighted queues, and continuations as data, so that nobody has
-to poll for the state to be right. A `Transfer` only observes; dropping it detaches.
+The mover itself is C++ (csrc/mover.h): named workers, bounded weighted queues, and continuations as data, so that
+nobody has to poll for the state to be right. A `Transfer` only observes; dropping it detaches.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ STATUS_REASON: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Say for each page of a batch where it comes from and where it goes; columns are the pool, then host, shared, disk.
+    """Say for each page of a batch where it comes from and where it goes.
 
-    pages: uint32[n]. roles: uint8[n, 4] of UNUSED, SOURCE, SINK. slots: uint32[n, 4]. numbers: uint32[n, 4], claim numbers of
-    tier sinks and of leaving sources.
+    Columns are the pool, then host, shared, disk. pages: uint32[n]. roles: uint8[n, 4] of UNUSED, SOURCE, SINK.
+    slots: uint32[n, 4]. numbers: uint32[n, 4], claim numbers of tier sinks and of leaving sources.
     """
 
     pages: npt.NDArray[np.uint32]
@@ -75,8 +75,8 @@ class Plan:
 class Inbox:
     """Receive the completions of one submitter: pass it to save and load, and poll it, or wait on its descriptor.
 
-    Invariant: room for a transfer's completion is taken when it is submitted; so none is lost, and a full inbox refuses the
-    transfer (full) instead of growing.
+    Invariant: room for a transfer's completion is taken when it is submitted; so none is lost, and a full inbox refuses
+    the transfer (full) instead of growing.
     Threads: any; each completion is delivered once.
     """
 
@@ -89,7 +89,8 @@ class Inbox:
         """Take up to `most` completions without waiting.
 
         Returns:
-            (tags: uint64[n], as `Transfer.tag`; ok pages: uint32[n]; status: uint8[n], 0 or the first failure's `_core.Status`).
+            (tags: uint64[n], as `Transfer.tag`; ok pages: uint32[n]; status: uint8[n], 0 or the first failure's
+            `_core.Status`).
         """
         return self._core_inbox.poll(most)
 
@@ -237,7 +238,8 @@ class Transfer:
         """Wait, and return the usable prefix in pages; raise what went wrong if it is shorter than the batch.
 
         Raises:
-            TimeoutError: not done in time. ChecksumError, TierIOError, PoisonedError, StepwellError: of the first bad page.
+            TimeoutError: not done in time. ChecksumError, TierIOError, PoisonedError, StepwellError: of the first bad
+                page.
         """
         if not self.wait(timeout):
             raise TimeoutError(f"transfer of {self._pages} pages not done within {timeout} s")
@@ -256,7 +258,7 @@ class Transfer:
 
 
 class SaveOutcome(IntEnum):
-    """What became of one key of save_keys: written by this call, here (or on its way) already, or no room or no success."""
+    """What became of one key of save_keys: written by this call, here or on its way already, or not written."""
 
     STORED = 0
     PRESENT = 1
@@ -268,8 +270,8 @@ class SaveResult:
     """What became of a save, in pages; saved + present + pending + refused = whole pages of the tokens.
 
     saved: claimed by this call, their bytes under way. present: here already. pending: another caller is bringing them.
-    refused: no room (`full` says where and how much). transfer: done when the saved pages are resident in every tier they go to;
-    the source may be written to again once `transfer.source_released`.
+    refused: no room (`full` says where and how much). transfer: done when the saved pages are resident in every tier
+    they go to; the source may be written to again once `transfer.source_released`.
     """
 
     saved: int

@@ -1,7 +1,7 @@
 """Describe memory that a caller lends: any strided pool of pages on the CPU.
 
-A lent pool stays the caller's. Transfers read and write it in place, without a copy on the way, in whatever layout it has;
-only what lies *inside* a head (its `dim` values) must be contiguous.
+A lent pool stays the caller's. Transfers read and write it in place, without a copy on the way, in whatever layout it
+has; only what lies *inside* a head (its `dim` values) must be contiguous.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ PoolArray = npt.NDArray[np.generic] | SupportsDLPack | memoryview
 class PoolPointers:
     """Lend memory by address, for engines that have no array object for it.
 
-    base: uint64[layers * streams] addresses of slot 0, index layer * streams + stream. slot_stride, token_stride, head_stride:
-    bytes, one int for all or int64[layers * streams]. slots: pages in the pool. owner: kept alive while transfers use the pool.
+    base: uint64[layers * streams] addresses of slot 0, index layer * streams + stream. slot_stride, token_stride,
+    head_stride: bytes, one int for all or int64[layers * streams]. slots: pages in the pool. owner: kept alive while
+    transfers use the pool.
     Requires: the memory stays mapped until the last transfer that names it has released it.
     """
 
@@ -153,9 +154,9 @@ def lend(
     Args:
         geometry: what a page is. shape: the same, as the core has it.
         source: one array, or one per layer, stream, or (layer-major) layer and stream; or PoolPointers.
-        axes: the names of each array's axes in order, out of `layer stream slot token head dim`; those of layer and stream
-            that are missing are what the arrays of the sequence stand for. Default: "layer stream slot token head dim" for one
-            array, and whatever fits for several. An opaque page: "slot byte".
+        axes: the names of each array's axes in order, out of `layer stream slot token head dim`; those of layer and
+            stream that are missing are what the arrays of the sequence stand for. Default: "layer stream slot token
+            head dim" for one array, and whatever fits for several. An opaque page: "slot byte".
 
     Raises:
         GeometryError: shape, strides, dtype or count of the arrays do not fit; names both.
@@ -230,7 +231,9 @@ def _streams(
     """Yield one [slot, token, head, dim] view per layer and stream, layer-major."""
     names = tuple(axes.split()) if axes is not None else _default_axes(geometry, arrays)
     if sorted(names) != sorted(set(names)) or not set(_INNER_AXES) <= set(names) <= {*_INNER_AXES, *_OUTER_AXES}:
-        raise GeometryError(f"axes {axes!r}: need slot, token, head and dim once, and at most layer and stream beside them")
+        raise GeometryError(
+            f"axes {axes!r}: need slot, token, head and dim once, and at most layer and stream beside them"
+        )
     missing = [name for name in _OUTER_AXES if name not in names]
     sizes = {"layer": geometry.layers, "stream": geometry.streams}
     expected = int(np.prod([sizes[name] for name in missing], dtype=np.int64)) if missing else 1
@@ -308,7 +311,9 @@ def _lend_opaque(
 
 def _from_pointers(geometry: PageGeometry, shape: _core.PageShape, given: PoolPointers) -> LentPool:
     if geometry.is_opaque:
-        raise GeometryError("PoolPointers describe [token, head, dim] pages; lend an opaque pool as one array [slot, byte]")
+        raise GeometryError(
+            "PoolPointers describe [token, head, dim] pages; lend an opaque pool as one array [slot, byte]"
+        )
     count = geometry.layers * geometry.streams
     base = np.ascontiguousarray(given.base, dtype=np.uint64)
     if base.shape != (count,):

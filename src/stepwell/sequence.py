@@ -3,13 +3,13 @@
     open -> match -> [ready | loading | pending | missing] -> extend -> (engine computes) -> publish -> ... -> close
                         loading: shared, disk -> host slot -> scatter at the next step -> RESIDENT on the device
 
-    open(), resume() --> MATCHED --extend()--> COMPUTING          MATCHED looks again as pages land, COMPUTING never does: the
-    MATCHED, COMPUTING --suspend()--> SUSPENDED                   engine has written into its slots
-    MATCHED, COMPUTING --a step failed--> LOST                    SUSPENDED and LOST hold nothing: resume() or close()
+    open(), resume() --> MATCHED --extend()--> COMPUTING    MATCHED looks again as pages land, COMPUTING never does: the
+    MATCHED, COMPUTING --suspend()--> SUSPENDED             engine has written into its slots
+    MATCHED, COMPUTING --a step failed--> LOST              SUSPENDED and LOST hold nothing: resume() or close()
     any --close(), abort()--> CLOSED
 
-Everything here is bookkeeping on arrays, called by the engine's thread; bytes move on the mover's threads and in the device
-pool's steps. Whatever is in flight, close and abort return everything exactly once.
+Everything here is bookkeeping on arrays, called by the engine's thread; bytes move on the mover's threads and in the
+device pool's steps. Whatever is in flight, close and abort return everything exactly once.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Decider(Protocol):
 
     @property
     def epoch_turn(self) -> int:
-        """How often the epoch has changed: what was computed before a change is not published after it, even if it is changed back."""
+        """How often the epoch has changed: what was computed before a change is not published after it, even if it is
+        changed back."""
 
     @property
     def is_poisoned(self) -> bool:
@@ -111,7 +112,8 @@ class Decider(Protocol):
 class _Promotion:
     """Pages of one sequence on their way to the device: claimed there, copied into host memory, then scattered.
 
-    transfer: into host memory; None where the pages were there, or have landed. holds_host: our host claims pin each page once more.
+    transfer: into host memory; None where the pages were there, or have landed. holds_host: our host claims pin each
+    page once more.
     ticket: the scatter, once the device pool has copied the host rows.
     """
 
@@ -140,8 +142,8 @@ class _Gather:
 class Sequence:
     """All that one request holds on the device.
 
-    Invariants: its block names one device slot a page, each pinned or private to this sequence; pages below `ready` hold their
-    tokens' KV; ready + loading + pending + missing = tokens.
+    Invariants: its block names one device slot a page, each pinned or private to this sequence; pages below `ready`
+    hold their tokens' KV; ready + loading + pending + missing = tokens.
     Threads: the engine's. A context manager; close() is idempotent and returns everything once.
     """
 
@@ -172,7 +174,12 @@ class Sequence:
     )
 
     def __init__(
-        self, owner: Sequences, tokens: npt.NDArray[np.int32], name_space: int, seed: bytes | None, request_id: str | None
+        self,
+        owner: Sequences,
+        tokens: npt.NDArray[np.int32],
+        name_space: int,
+        seed: bytes | None,
+        request_id: str | None,
     ) -> None:
         self._owner = owner
         self._tokens = tokens.copy()
@@ -194,7 +201,9 @@ class Sequence:
         self._target_pages = 0
         self._pending_pages = 0
         self._published = 0  # pages that publish() is done with
-        self._found: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)  # by page of the prefix: the tier where it was found
+        self._found: npt.NDArray[np.uint8] = np.empty(
+            0, dtype=np.uint8
+        )  # by page of the prefix: the tier where it was found
         self.request_id = request_id
 
     # ---- what the engine asks ---------------------------------------------------------------------------------------
@@ -216,7 +225,8 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens behind those that another sequence is computing or loading: wait for them (promote()) or compute them."""
+        """Tokens behind those that another sequence is computing or loading: wait for them (promote()) or compute
+        them."""
         return self._pending_pages * self._owner.page_tokens
 
     @property
@@ -226,7 +236,8 @@ class Sequence:
 
     @property
     def reused(self) -> dict[Tier, int]:
-        """Tokens of the prefix by the tier in which open() or promote() found them; once computing, only those that were had."""
+        """Tokens of the prefix by the tier in which open() or promote() found them; once computing, only those that
+        were had."""
         pages = np.bincount(self._found, minlength=len(Tier)) * self._owner.page_tokens
         return {tier: int(pages[tier]) for tier in Tier if pages[tier]}
 
@@ -242,7 +253,8 @@ class Sequence:
 
     @property
     def stalled(self) -> bool:
-        """Whether loading cannot go on: every slot it could use is pinned by running sequences. Suspend one, or compute()."""
+        """Whether loading cannot go on: every slot it could use is pinned by running sequences. Suspend one, or
+        compute()."""
         return self._stalled
 
     def promote(self) -> None:
@@ -295,7 +307,7 @@ class Sequence:
             f"{self.loading} loading, {self.pending} pending, {self.missing} missing>"
         )
 
-    # ---- arrays that grow ---------------------------------------------------------------------------------------------
+    # ---- arrays that grow --------------------------------------------------------------------------------------------
 
     @property
     def _block(self) -> npt.NDArray[np.void]:
@@ -351,13 +363,15 @@ class Extended:
 class Sequences:
     """All sequences of a store, and the store's half of the device tier.
 
-    Invariant: a device slot is free, or of a page, or private to one open sequence; each page pin is one row of one sequence's block,
-    promotion or landed pages, or one queued or running gather's.
-    Threads: the engine's thread calls; `sw-device` waits for gathers and hands them to the mover. `lock` guards sequences, and makes a
-    publish and a change of the epoch come one after the other.
+    Invariant: a device slot is free, or of a page, or private to one open sequence; each page pin is one row of one
+    sequence's block, promotion or landed pages, or one queued or running gather's.
+    Threads: the engine's thread calls; `sw-device` waits for gathers and hands them to the mover. `lock` guards
+    sequences, and makes a publish and a change of the epoch come one after the other.
     """
 
-    def __init__(self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape) -> None:
+    def __init__(
+        self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape
+    ) -> None:
         self.decider = decider
         self.page_tokens = index.page_tokens
         self.lock = threading.RLock()
@@ -375,7 +389,7 @@ class Sequences:
         self._thread = threading.Thread(target=self._land_gathers, name="sw-device", daemon=True)
         self._thread.start()
 
-    # ---- opening and loading ------------------------------------------------------------------------------------------
+    # ---- opening and loading -----------------------------------------------------------------------------------------
 
     def open(
         self, tokens: npt.NDArray[np.int32], name_space: int, seed: bytes | None, request_id: str | None
@@ -442,7 +456,8 @@ class Sequences:
             sequence._stalled = not self._load(sequence, ids, tiers, slots)
 
     def _load(self, sequence: Sequence, ids: U32, tiers: npt.NDArray[np.uint8], slots: U32) -> bool:
-        """Start promoting the pages that are not on the device. False: nothing moves, and there is no slot to start with."""
+        """Start promoting the pages that are not on the device. False: nothing moves, and there is no slot to start
+        with."""
         assert sequence._lease is not None
         lease = sequence._lease.lease_id()
         wanted = tiers != Tier.DEVICE
@@ -518,7 +533,9 @@ class Sequences:
             return False
         if promotion.ticket.state is TicketState.DISPATCHED:
             self._index.commit_many(promotion.ids, Tier.DEVICE, promotion.device_numbers)
-            sequence._landed.append(promotion.ids)  # with the pins of their claims, so that nobody takes them before the next look
+            sequence._landed.append(
+                promotion.ids
+            )  # with the pins of their claims, so that nobody takes them before the next look
         else:
             self._abort_claimed(promotion.ids, promotion.device_numbers)
         return True
@@ -574,7 +591,7 @@ class Sequences:
             self._index.unpin_pages(ids)
         sequence._landed = []
 
-    # ---- computing ----------------------------------------------------------------------------------------------------
+    # ---- computing ---------------------------------------------------------------------------------------------------
 
     def extend(self, sequences: Seq[Sequence], upto: Seq[int]) -> Extended:
         """Give each sequence device pages for its first `upto` tokens; all it lacks, or none."""
@@ -649,7 +666,9 @@ class Sequences:
             for sequence, tokens in zip(sequences, computed, strict=True):
                 self._check(sequence)
                 if tokens > sequence._page_count * self.page_tokens or tokens > sequence._length:
-                    raise StepwellUsageError(f"{tokens} tokens computed, but {sequence!r} has {sequence._page_count} pages")
+                    raise StepwellUsageError(
+                        f"{tokens} tokens computed, but {sequence!r} has {sequence._page_count} pages"
+                    )
             for sequence, tokens in zip(sequences, computed, strict=True):
                 new, double = self._publish(sequence, tokens // self.page_tokens)
                 published += new
@@ -704,7 +723,9 @@ class Sequences:
         is_new = new.any(axis=1)
         is_mine = np.zeros(last - first, dtype=np.bool_)
         is_mine[pages - first] = True
-        self._return(claims, np.flatnonzero(is_new & ~is_mine))  # published by another sequence, which writes them through
+        self._return(
+            claims, np.flatnonzero(is_new & ~is_mine)
+        )  # published by another sequence, which writes them through
         rows = np.flatnonzero(is_new & is_mine)
         there = is_new | ((batch.outcomes == _PENDING) | (batch.outcomes == _PRESENT)).any(axis=1)
         refused = int((is_mine & ~there).sum())
@@ -742,7 +763,8 @@ class Sequences:
         self._index.unpin_pages(plan.pages)
 
     def block_tables(self, sequences: Seq[Sequence], out: npt.NDArray[np.int32]) -> None:
-        """Write each sequence's device slots into a row of `out: int32[n, m]`; the rest of a row is the scratch slot."""
+        """Write each sequence's device slots into a row of `out: int32[n, m]`; the rest of a row is the scratch
+        slot."""
         if out.ndim != 2 or out.shape[0] < len(sequences) or out.dtype != np.int32:
             raise StepwellUsageError(
                 f"block tables: need int32[>= {len(sequences)}, m], got {out.dtype}{list(out.shape)}"
@@ -757,7 +779,7 @@ class Sequences:
         for row, sequence in enumerate(sequences):
             out[row, : sequence._page_count] = sequence._block["slot"]
 
-    # ---- the device's step ----------------------------------------------------------------------------------------------
+    # ---- the device's step -------------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[StepHandle]:
@@ -809,7 +831,7 @@ class Sequences:
             self._index.unpin_pages(ids)
             self._is_mending |= bool(ids.size)
 
-    # ---- ending -------------------------------------------------------------------------------------------------------
+    # ---- ending ------------------------------------------------------------------------------------------------------
 
     def suspend(self, sequence: Sequence) -> None:
         """Give back the device's half, keep the tokens."""
@@ -875,7 +897,8 @@ class Sequences:
         self._pool.close()
 
     def stop(self) -> None:
-        """Close every sequence and end sw-device; gathers that were dispatched are with the mover then. Requires: close_pool()."""
+        """Close every sequence and end sw-device; gathers that were dispatched are with the mover then. Requires:
+        close_pool()."""
         with self.lock:
             for sequence in list(self._open):
                 self.close(sequence)
@@ -883,7 +906,7 @@ class Sequences:
         self._gathers.put(None)
         self._thread.join()
 
-    # ---- landing gathers: the sw-device thread --------------------------------------------------------------------------
+    # ---- landing gathers: the sw-device thread -----------------------------------------------------------------------
 
     def _land_gathers(self) -> None:
         """Wait for gathers in the order of their dispatch and hand them to the mover. The sw-device thread."""
@@ -911,13 +934,17 @@ class Sequences:
             rows = slice(first, first + len(view))
             first += len(view)
             plan = Plan(
-                gather.plan.pages[rows], gather.plan.roles[rows], gather.plan.slots[rows].copy(), gather.plan.numbers[rows]
+                gather.plan.pages[rows],
+                gather.plan.roles[rows],
+                gather.plan.slots[rows].copy(),
+                gather.plan.numbers[rows],
             )
             plan.slots[:, POOL_COLUMN] = np.arange(len(view))
             self._submit_gather(plan, view, hold)
 
     def wait_landed(self, timeout: float | None) -> bool:
-        """Wait until every gather that was dispatched is with the mover. Queued ones wait for the engine's next step or drain."""
+        """Wait until every gather that was dispatched is with the mover. Queued ones wait for the engine's next step or
+        drain."""
 
         def is_landed() -> bool:
             return all(gather.ticket.state is TicketState.QUEUED for gather in self._unlanded)
@@ -928,7 +955,8 @@ class Sequences:
     def _submit_gather(self, plan: Plan, view: npt.NDArray[np.uint8], hold: _Hold) -> None:
         pool = lend_canonical(self._shape, view, owner=(view, hold))
         while self.decider.submit_demotion(plan, pool) is None:
-            # The mover's queue is full: it empties without us. At close, and where it never will, the pages are given up.
+            # The mover's queue is full: it empties without us. At close, and where it never will, the pages are given
+            # up.
             if self.decider.is_poisoned or self._stopping.wait(_RETRY_SECONDS):
                 self._give_up(plan)
                 return
@@ -937,8 +965,8 @@ class Sequences:
 class ManagedDevice:
     """The device tier as the engine's thread sees it: a linear value, lent for one step at a time.
 
-        with store.device.step() as pool:            # staged promotions are applied, gathers of published pages dispatched
-            pool.arrays = engine_step(pool.arrays)    # the engine computes, and may donate; on exit the arrays are exchanged
+        with store.device.step() as pool:            # applies staged promotions, gathers published pages
+            pool.arrays = engine_step(pool.arrays)    # the engine computes; on exit the arrays are exchanged
 
     Invariant: outside a step nobody holds the arrays. Threads: the engine's, always the same one.
     """
@@ -963,10 +991,11 @@ class ManagedDevice:
         return self._pool.is_reset
 
     def step(self) -> AbstractContextManager[StepHandle]:
-        """Lend the arrays for one engine step: `handle.arrays`, [layers, pages + 1, page_tokens, kv_heads, head_dim] a stream.
+        """Lend the arrays for one engine step: `handle.arrays`, [layers, pages + 1, page_tokens, kv_heads, head_dim] a
+        stream.
 
-        If the block raises, or leaves deleted or other arrays behind, the tier is reset: its pages are absent, open sequences are
-        `lost`, and renew() gives it a new pool.
+        If the block raises, or leaves deleted or other arrays behind, the tier is reset: its pages are absent, open
+        sequences are `lost`, and renew() gives it a new pool.
 
         Raises: StalePoolError, DeviceResetError, StepwellUsageError as `DevicePool.step`.
         """

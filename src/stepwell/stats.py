@@ -39,7 +39,8 @@ class TierStats:
 class Stats:
     """What a store holds and has done since it opened.
 
-    tiers: by name. lookups, lookup_pages: calls that matched, whole pages they asked for. hit_pages: pages they found, by tier.
+    tiers: by name. lookups, lookup_pages: calls that matched, whole pages they asked for. hit_pages: pages they found,
+    by tier.
     misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
     bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
     """
@@ -87,7 +88,8 @@ class Counters:
             if missed:
                 waiting = min(pending, missed)
                 self.misses["pending"] += waiting
-                self.misses[_MISS_NAME.get(miss, "absent") if miss is not Miss.PENDING else "absent"] += missed - waiting
+                reason = "absent" if miss is Miss.PENDING else _MISS_NAME.get(miss, "absent")
+                self.misses[reason] += missed - waiting
 
     def missed(self, reason: str, pages: int) -> None:
         """Count pages that a lookup had promised and a load did not deliver."""

@@ -1,6 +1,6 @@
 """Decide: what is saved where, what is loaded from where, what leaves. Everything else answers or carries out.
 
-    save   tokens -> prefix hashes -> claims -> plan -> mover          match  tokens -> tree, then hashes -> pinned spans
+    save   tokens -> prefix hashes -> claims -> plan -> mover         match  tokens -> tree, then hashes -> pinned spans
     load   pinned spans -> claims (disk pages go back to shared) -> plan -> mover -> the caller's pool
 
 Python decides on batches, C++ works on arrays; the GIL is released in every call that copies, hashes, walks or waits.
@@ -78,6 +78,8 @@ _PENDING: Final = int(ClaimOutcome.PENDING)
 _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
+_RECORDS_AHEAD: Final = 8192
+"""Page records that the keeper keeps ready, so that a long new prompt does not pay for the first touch of their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +104,14 @@ class VerifyResult:
 class PageStore:
     """Keep pages of KV cache in tiers, and find them by prefix.
 
-    Invariants: design.md 7. A lookup returns right bytes or a miss; what is pinned stays; per tier free + arriving + resident +
-    leaving + quarantined = capacity.
+    Invariants: design.md 7. A lookup returns right bytes or a miss; what is pinned stays; per tier free + arriving +
+    resident + leaving + quarantined = capacity.
 
     Threads: any, all calls. Not usable in a forked child (ForkedError): use spawn.
     A context manager: close() finishes or cancels what runs, within config.close_timeout.
 
-    Raises (constructor): StepwellUsageError, BudgetError, VolumeError, VolumeBusyError, TierIOError; then nothing is left behind.
+    Raises (constructor): StepwellUsageError, BudgetError, VolumeError, VolumeBusyError, TierIOError; then nothing is
+    left behind.
     """
 
     def __init__(self, config: StoreConfig, *, clock: Clock | None = None) -> None:
@@ -185,8 +188,8 @@ class PageStore:
             inbox: gets the completion; one that is full refuses the pages.
 
         Returns:
-            SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never waits for
-            bytes; `source` may be overwritten once `result.transfer.source_released`.
+            SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never
+            waits for bytes; `source` may be overwritten once `result.transfer.source_released`.
 
         Raises:
             TokenError, GeometryError: tokens or source do not fit; nothing was changed.
@@ -242,7 +245,8 @@ class PageStore:
             namespace: as in save.
 
         Returns:
-            Match, a lease: close it (or leave its `with` block) when the pages have been loaded. An empty match is a miss.
+            Match, a lease: close it (or leave its `with` block) when the pages have been loaded. An empty match is a
+            miss.
 
         Raises:
             TokenError: tokens of a wrong dtype or range.
@@ -275,8 +279,8 @@ class PageStore:
             match: open; it may be closed as soon as this returns (the transfer holds pins of its own).
             into: one slot a page, in order; the pool must be writable.
             order: "page": page by page; "layer": all pages of layer 0, then of layer 1, ...: watch `layers_done`.
-            deadline: seconds from now. When it has passed, wait() returns with no byte able to land any more; pages that had not
-                landed are misses.
+            deadline: seconds from now. When it has passed, wait() returns with no byte able to land any more; pages
+                that had not landed are misses.
             inbox: gets the completion; one that is full refuses the load (every page is queue_full).
 
         Returns:
@@ -289,6 +293,8 @@ class PageStore:
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
         self._check_target(into)
+        if not match.is_of(self._index):
+            raise StepwellUsageError("the match is of another store")
         ids, tiers, slots = match.locations()
         if len(into) != ids.size:
             raise GeometryError(f"the match has {ids.size} pages, the target names {len(into)} slots")
@@ -298,14 +304,22 @@ class PageStore:
             self._counters.missed("epoch", ids.size)
             return _RefusedLoad(_core.Status.cancelled, self._clock, pages=int(ids.size))
         transfer = self._load_lease(
-            mover, match.lease_id(), ids, tiers, slots, into, layer_order=order == "layer", deadline=deadline, inbox=inbox
+            mover,
+            match.lease_id(),
+            ids,
+            tiers,
+            slots,
+            into,
+            layer_order=order == "layer",
+            deadline=deadline,
+            inbox=inbox,
         )
         if match.epoch != self._epoch:  # changed while we looked: set_epoch may not have seen this load
             transfer.revoke()
             transfer.cancel()
         return transfer
 
-    # ---- keys (an engine's own hashes) --------------------------------------------------------------------------------
+    # ---- keys (an engine's own hashes) -------------------------------------------------------------------------------
 
     def probe(self, keys: Keys, *, kind: int = KIND_KV, lease: float = 1.0, readahead: bool = True) -> Probe:
         """Say how many leading keys are cached, and hold them for a while.
@@ -495,8 +509,8 @@ class PageStore:
         """Give each sequence device pages for its first `upto` tokens, to compute into.
 
         Returns:
-            Extended(ok: bool[n], full: Full | None). A sequence gets all it lacks or nothing; what it asks for and does not get is Full,
-            a value with numbers.
+            Extended(ok: bool[n], full: Full | None). A sequence gets all it lacks or nothing; what it asks for and does
+            not get is Full, a value with numbers.
 
         Raises:
             LeaseClosedError, DeviceResetError, StepwellUsageError (still loading).
@@ -513,8 +527,8 @@ class PageStore:
         Requires: the computation that writes them was dispatched, and its arrays are in the pool (its step has ended).
 
         Returns:
-            (published, duplicates) in pages; a duplicate is a page that another sequence published first: this one's copy stays
-            private. The partial tail stays private too.
+            (published, duplicates) in pages; a duplicate is a page that another sequence published first: this one's
+            copy stays private. The partial tail stays private too.
         """
         return self._running().publish(sequences, computed)
 
@@ -607,7 +621,8 @@ class PageStore:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every transfer submitted before this call is done. False: not within `timeout` seconds.
 
-        Pages published on a device tier are included once their gather was dispatched: by the engine's next step, or drain().
+        Pages published on a device tier are included once their gather was dispatched: by the engine's next step, or
+        drain().
         """
         self._use()
         limit = None if timeout is None else self._clock.monotonic() + timeout
@@ -634,7 +649,9 @@ class PageStore:
         """
         mover = self._use()
         if self._index.poisoned() or mover.poisoned:
-            raise PoisonedError("an assertion of the core failed (see the log); the store serves misses only: reopen it")
+            raise PoisonedError(
+                "an assertion of the core failed (see the log); the store serves misses only: reopen it"
+            )
         self._account()
         moved = mover.stats()
         counters = self._counters
@@ -772,7 +789,8 @@ class PageStore:
         """Return the mover; raise where the store cannot be used."""
         if os.getpid() != self._pid:
             raise ForkedError(
-                f"this store was opened by process {self._pid}; a forked child cannot use it: open one of its own (spawn)"
+                f"this store was opened by process {self._pid}; a forked child cannot use it: open one of its own "
+                "(spawn)"
             )
         if self._closed or self._mover is None:
             raise StoreClosedError("the store is closed")
@@ -848,7 +866,8 @@ class PageStore:
         plan.roles[new[rows]] = SINK
         plan.slots[:] = slots[rows]
         plan.numbers[:] = numbers[rows]
-        # A page that is in shared memory already and only lacks its disk copy is read from there: it is verified on the way.
+        # A page that is in shared memory already and only lacks its disk copy is read from there: it is verified on the
+        # way.
         from_shared = (outcomes[rows, Tier.SHARED] == _PRESENT) & new[rows, Tier.DISK]
         plan.roles[from_shared, Tier.SHARED] = SOURCE
         plan.roles[~from_shared, POOL_COLUMN] = SOURCE
@@ -1039,7 +1058,8 @@ class PageStore:
     # ---- making room ------------------------------------------------------------------------------------------------
 
     def _make_room(self, tier: Tier, pages: int) -> None:
-        """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the keeper's."""
+        """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the
+        keeper's."""
         lacking = pages - self._index.claimable(tier)
         if lacking > 0:
             self._evict(tier, lacking)
@@ -1073,7 +1093,7 @@ class PageStore:
         if self._keeper is not None:
             self._keeper.wake()
 
-    # ---- the keeper's round -------------------------------------------------------------------------------------------
+    # ---- the keeper's round ------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         """Do what is due in the background: leases, deadlines, watermarks, growth, giving back, quarantine."""
@@ -1089,6 +1109,7 @@ class PageStore:
         self._account()
         if self._mover is not None:
             self._mover.drain_retired()
+        self._index.prepare(_RECORDS_AHEAD)
         for tier, pages in self._tiers.items():
             capacity = self._index.counts(tier)["capacity"]
             low = max(1, int(capacity * self._config.low_watermark))

@@ -1,5 +1,3 @@
-#include "copy.h"
-
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -12,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "copy.h"
 #include "crc32c.h"
 #include "guard.h"
 
@@ -126,7 +125,8 @@ TEST_CASE("scatter writes the canonical bytes into the slot and nothing beside t
       if (round % 2) REQUIRE(crc == crc32c_portable(0, source.data(), source.size()));
       std::vector<std::byte> expected = before;
       const auto places = canonical(drawn, slot, layer);
-      for (size_t i = 0; i < places.size(); ++i) expected[static_cast<size_t>(places[i] - drawn.memory.data())] = source[i];
+      for (size_t i = 0; i < places.size(); ++i)
+        expected[static_cast<size_t>(places[i] - drawn.memory.data())] = source[i];
       REQUIRE(drawn.memory == expected);
     }
   }
@@ -173,8 +173,10 @@ TEST_CASE("a layout that does not add up to the shape, overflows or overlaps its
   refused(1, {view_of(base, 0, 0, 0, 1, 1, 64), half}, 4, true);
   refused(1, {view_of(base, 64, 8, 0, 4, 1, 16), half}, 4, true);
   // Streams whose sum wraps around to the right number.
-  refused(2, {view_of(base, 0, 0, 0, UINT32_MAX, 1, uint64_t{1} << 32), view_of(base, 0, 0, 0, 1, 1, (uint64_t{1} << 32) + 64),
-              half, half}, 1, false);
+  refused(2,
+          {view_of(base, 0, 0, 0, UINT32_MAX, 1, uint64_t{1} << 32),
+           view_of(base, 0, 0, 0, 1, 1, (uint64_t{1} << 32) + 64), half, half},
+          1, false);
   // Reading may repeat bytes: a broadcast array is a legitimate source.
   CHECK_NOTHROW(PoolLayout(shape, 1, {view_of(base, 0, 0, 0, 4, 1, 16), half}, 4, false));
 }

@@ -1,5 +1,3 @@
-#include "crc32c.h"
-
 #include <doctest/doctest.h>
 
 #include <cstdint>
@@ -7,6 +5,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include "crc32c.h"
 
 using namespace stepwell;
 

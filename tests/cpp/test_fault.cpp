@@ -1,5 +1,3 @@
-#include "fault.h"
-
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -8,6 +6,8 @@
 #include <csignal>
 #include <thread>
 #include <vector>
+
+#include "fault.h"
 
 using namespace stepwell;
 

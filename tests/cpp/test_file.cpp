@@ -43,7 +43,9 @@ class Directory {
 
 class Faults {
  public:
-  Faults(const std::string& name, fault::Action action, uint64_t nth, int64_t value) { fault::arm(name, action, nth, value); }
+  Faults(const std::string& name, fault::Action action, uint64_t nth, int64_t value) {
+    fault::arm(name, action, nth, value);
+  }
   ~Faults() { fault::clear(); }
 };
 

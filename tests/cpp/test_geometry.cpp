@@ -1,5 +1,3 @@
-#include "geometry.h"
-
 #include <doctest/doctest.h>
 
 #include <array>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "crc32c.h"
+#include "geometry.h"
 
 using namespace stepwell;
 
@@ -60,7 +59,9 @@ TEST_CASE("a layer checksum is that of FORMAT.md 2.3, byte by byte") {
   message += "\x88\x77\x66\x55\x44\x33\x22\x11";
   message += '\x07';
   message += "\x04\x03\x02\x01";
-  message += "\x03" "abc";
+  message +=
+      "\x03"
+      "abc";
   CHECK(shape.page_seed(label) == crc32c_portable(0, message.data(), message.size()));
   message += std::string("\x02\x01\x00\x00", 4);
   CHECK(PageShape::layer_seed(shape.page_seed(label), 0x102) == crc32c_portable(0, message.data(), message.size()));

@@ -1,5 +1,3 @@
-#include "guard.h"
-
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "crc32c.h"
+#include "guard.h"
 
 using namespace stepwell;
 

@@ -44,8 +44,8 @@ Key named_key(const char* name) {
 constexpr std::array<Tier, 3> kUsed = {Tier::kHost, Tier::kShared, Tier::kDisk};
 constexpr TierMask kAll = mask(Tier::kHost) | mask(Tier::kShared) | mask(Tier::kDisk);
 
-// Who held what, in the order of one clock: taken when a call has returned, given when the call that gives it is about to be made. Of a thing
-// that one holder has at a time, takes and gives alternate.
+// Who held what, in the order of one clock: taken when a call has returned, given when the call that gives it is about
+// to be made. Of a thing that one holder has at a time, takes and gives alternate.
 struct Event {
   uint64_t time;
   bool is_take;
@@ -71,22 +71,24 @@ struct Claim {
 
 std::atomic<uint64_t> the_clock{0};
 
-void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains, const std::vector<std::vector<Key>>* keys, unsigned seed,
-                  int steps, History* history) {
+void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
+                  const std::vector<std::vector<Key>>* keys, unsigned seed, int steps, History* history) {
   std::mt19937 rng(seed);
   std::vector<Claim> claims;
   std::vector<PageId> pins;
   std::vector<uint64_t> leases;
   const auto choose = [&](size_t n) { return static_cast<size_t>(rng() % n); };
   const auto take = [&](const Claim& claim, bool with_slot) {
-    const Event event{the_clock.fetch_add(1), true, claim.page, static_cast<uint8_t>(claim.tier), claim.slot, claim.number};
+    const Event event{the_clock.fetch_add(1),           true,       claim.page,
+                      static_cast<uint8_t>(claim.tier), claim.slot, claim.number};
     history->claims.push_back(event);
     if (with_slot) history->slots.push_back(event);
     ++history->granted;
     claims.push_back(claim);
   };
   const auto give = [&](std::vector<Event>* events, const Claim& claim) {
-    events->push_back({the_clock.fetch_add(1), false, claim.page, static_cast<uint8_t>(claim.tier), claim.slot, claim.number});
+    events->push_back(
+        {the_clock.fetch_add(1), false, claim.page, static_cast<uint8_t>(claim.tier), claim.slot, claim.number});
   };
   const auto settle = [&](Claim claim) {
     if (!claim.is_leaving) {
@@ -141,7 +143,8 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
       case 3: {
         ClaimBatch batch;
         const TierMask tiers = static_cast<TierMask>(kAll & (rng() | 2));
-        index->claim_absent(0, tokens.data(), (*keys)[c].data(), static_cast<uint32_t>(choose(total)), total, tiers, &batch);
+        index->claim_absent(0, tokens.data(), (*keys)[c].data(), static_cast<uint32_t>(choose(total)), total, tiers,
+                            &batch);
         for (size_t i = 0; i < batch.pages.size(); ++i) {
           bool is_new = false;
           for (const Tier tier : kUsed) {
@@ -178,7 +181,8 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
 }  // namespace
 
 TEST_CASE("eight threads on eight pages: each claim has one holder, each slot one owner, and the counts end whole") {
-  const std::vector<std::vector<int32_t>> chains = {{1, 2, 3, 4}, {1, 2, 5}, {6, 7, 8}};  // 1 2 3 4 5 6 7 8: eight pages
+  // 1 2 3 4 5 6 7 8: eight pages
+  const std::vector<std::vector<int32_t>> chains = {{1, 2, 3, 4}, {1, 2, 5}, {6, 7, 8}};
   std::vector<std::vector<Key>> keys;
   for (const auto& chain : chains) keys.push_back(chain_keys(chain, 1));
   for (unsigned round = 0; round < 4; ++round) {
@@ -366,5 +370,6 @@ TEST_CASE("the id table keeps what a map keeps, through deletions and growth") {
     }
     REQUIRE(table.size() == have.size());
   }
-  for (const auto& [id, hash] : have) CHECK(table.find(hash, [&, want = id](uint32_t other) { return other == want; }) == id);
+  for (const auto& [id, hash] : have)
+    CHECK(table.find(hash, [&, want = id](uint32_t other) { return other == want; }) == id);
 }

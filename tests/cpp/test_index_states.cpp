@@ -71,7 +71,8 @@ State expected(State state, Step step) {
       if (pin.pages > 0) break;
       pin.tier = step.tier;
       for (const int page : {0, 1}) {
-        if (state.residency[static_cast<size_t>(page)][step.tier] != Residency::kResident && !move(page, Move::kKeep)) break;
+        if (state.residency[static_cast<size_t>(page)][step.tier] != Residency::kResident && !move(page, Move::kKeep))
+          break;
         ++pin.pages;
       }
       if (pin.pages == 0) pin = Pin{};
@@ -153,7 +154,8 @@ class Small {
         index_.claim_quarantined(tier, 2, &damaged);  // hands out the other page too, which waits
         for (const Victim& victim : damaged) damaged_[depth_of(victim.page)][step.tier] = {victim.page, victim.number};
         Claim& handed = damaged_[step.which][step.tier];
-        if (handed.page != kNoPage && index_.mend(handed.page, tier, handed.number, true) == Status::kOk) give_back(tier);
+        if (handed.page != kNoPage && index_.mend(handed.page, tier, handed.number, true) == Status::kOk)
+          give_back(tier);
         handed = Claim{};
         break;
       }
@@ -214,11 +216,13 @@ class Small {
 };
 
 // Breadth first from nothing: returns how many states there are; every step from each is made and compared.
-size_t explore(const std::vector<uint8_t>& tiers, bool with_quarantine, std::set<std::pair<Residency, Residency>>* moves) {
+size_t explore(const std::vector<uint8_t>& tiers, bool with_quarantine,
+               std::set<std::pair<Residency, Residency>>* moves) {
   std::vector<Step> alphabet;
   for (const uint8_t tier : tiers) {
     for (uint8_t page = 0; page < 2; ++page) {
-      for (const Op op : {Op::kClaim, Op::kCommit, Op::kAbort, Op::kFinish, Op::kKeep}) alphabet.push_back({op, page, tier});
+      for (const Op op : {Op::kClaim, Op::kCommit, Op::kAbort, Op::kFinish, Op::kKeep})
+        alphabet.push_back({op, page, tier});
       if (with_quarantine) {
         alphabet.push_back({Op::kQuarantine, page, tier});
         alphabet.push_back({Op::kMend, page, tier});
@@ -255,7 +259,8 @@ size_t explore(const std::vector<uint8_t>& tiers, bool with_quarantine, std::set
       }
       is_there = want == from;
       for (size_t page = 0; page < 2; ++page) {
-        for (size_t tier = 0; tier < kTiers; ++tier) moves->insert({from.residency[page][tier], want.residency[page][tier]});
+        for (size_t tier = 0; tier < kTiers; ++tier)
+          moves->insert({from.residency[page][tier], want.residency[page][tier]});
       }
       State canonical = want;
       std::vector<Step> longer = path;
@@ -288,10 +293,12 @@ TEST_CASE("every state of two pages in two tiers, damage included, follows the m
   std::set<std::pair<Residency, Residency>> moves;
   const size_t states = explore({2, 3}, true, &moves);
   CHECK(states > 400);
-  for (const Residency from : {Residency::kAbsent, Residency::kArriving, Residency::kResident, Residency::kLeaving, Residency::kQuarantined}) {
+  for (const Residency from :
+       {Residency::kAbsent, Residency::kArriving, Residency::kResident, Residency::kLeaving, Residency::kQuarantined}) {
     for (int move = 0; move < kMoves; ++move) {
       const Residency to = after(static_cast<Move>(move), from);
-      if (to != kIllegal && !(from == Residency::kLeaving && to == Residency::kQuarantined)) CHECK(moves.contains({from, to}));
+      if (to != kIllegal && !(from == Residency::kLeaving && to == Residency::kQuarantined))
+        CHECK(moves.contains({from, to}));
     }
   }
   MESSAGE("states: " << states);

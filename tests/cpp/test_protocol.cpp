@@ -133,24 +133,12 @@ History reordered(const History& recorded, const std::vector<Store>& order) {
   for (const Store store : order) {
     Image next = history.back();
     switch (store) {
-      case Store::kOdd:
-        std::memcpy(next.record.data(), &odd, 8);
-        break;
-      case Store::kEven:
-        std::copy_n(last.record.begin(), 8, next.record.begin());
-        break;
-      case Store::kChunk0:
-        next.page[0] = last.page[0];
-        break;
-      case Store::kChunk1:
-        next.page[1] = last.page[1];
-        break;
-      case Store::kChecksums:
-        next.checksums = last.checksums;
-        break;
-      case Store::kRecord:
-        std::copy(last.record.begin() + 8, last.record.end(), next.record.begin() + 8);
-        break;
+      case Store::kOdd: std::memcpy(next.record.data(), &odd, 8); break;
+      case Store::kEven: std::copy_n(last.record.begin(), 8, next.record.begin()); break;
+      case Store::kChunk0: next.page[0] = last.page[0]; break;
+      case Store::kChunk1: next.page[1] = last.page[1]; break;
+      case Store::kChecksums: next.checksums = last.checksums; break;
+      case Store::kRecord: std::copy(last.record.begin() + 8, last.record.end(), next.record.begin() + 8); break;
     }
     history.push_back(next);
   }
@@ -183,15 +171,13 @@ Image seen(const History& history, const Schedule& schedule, int read) {
       std::copy(end.record.begin() + kRecordBytes / 2, end.record.end(), image.record.begin() + kRecordBytes / 2);
       return image;
     }
-    case 2:
-      return history[schedule.second];
+    case 2: return history[schedule.second];
     case 3:
       image = history[std::max(schedule.chunk0, schedule.chunk1)];
       image.page[0] = history[schedule.chunk0].page[0];
       image.page[1] = history[schedule.chunk1].page[1];
       return image;
-    default:
-      return history[schedule.last];
+    default: return history[schedule.last];
   }
 }
 

@@ -1,5 +1,3 @@
-#include "sha256.h"
-
 #include <doctest/doctest.h>
 
 #include <array>
@@ -8,6 +6,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include "sha256.h"
 
 using namespace stepwell;
 

@@ -1,7 +1,7 @@
 """A volume recovered into a tier, of pages that another tier already knows as parents, crashed the process.
 
-Pages with known descendants enter the rank one by one, below their nearest resident ancestor; where an ancestor of the same
-batch had not entered yet, its place in the list was read before it had one.
+Pages with known descendants enter the rank one by one, below their nearest resident ancestor; where an ancestor of the
+same batch had not entered yet, its place in the list was read before it had one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Serve requests: a small engine with continuous batching over stepwell sequences.
 
-A round: finish what has landed (drain) -> admit -> pick one prefill chunk and all decodes -> extend (suspend the youngest where the
-device is full) -> one step on the pool -> publish, append, record. The engine never copies a page and never names a tier.
+A round: finish what has landed (drain) -> admit -> pick one prefill chunk and all decodes -> extend (suspend the
+youngest where the device is full) -> one step on the pool -> publish, append, record. The engine never copies a page
+and never names a tier.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Engine:
         """Serve requests to the end, in order of arrival as far as batch and conversations allow.
 
         Args:
-            record: gets every logit. replay: where given, answers are taken from it instead of the greedy choice, so that a
-                difference of one run does not change the prompts of later turns.
+            record: gets every logit. replay: where given, answers are taken from it instead of the greedy choice, so
+                that a difference of one run does not change the prompts of later turns.
             on_finished: called after each request.
         """
         waiting = deque(requests)
@@ -223,7 +224,7 @@ class Engine:
         self._running.remove(running)
         self._suspended.appendleft(running)
 
-    # ---- computing ------------------------------------------------------------------------------------------------------
+    # ---- computing ---------------------------------------------------------------------------------------------------
 
     def _step(self, prefill: Running | None, decodes: list[Running], record: Record) -> None:
         model, store = self._model, self._store
@@ -233,7 +234,12 @@ class Engine:
                 tokens, length = self._chunk(prefill)
                 store.block_tables([prefill.open_sequence], self._tables)
                 pool.arrays, chunk_logits = model.prefill_chunk(
-                    model.weights, pool.arrays, tokens, np.int32(prefill.computed), np.int32(length), self._tables[0].copy()
+                    model.weights,
+                    pool.arrays,
+                    tokens,
+                    np.int32(prefill.computed),
+                    np.int32(length),
+                    self._tables[0].copy(),
                 )
             if decodes:
                 store.block_tables([r.open_sequence for r in decodes], self._tables)

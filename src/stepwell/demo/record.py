@@ -1,7 +1,8 @@
 """Keep what a run computed, so that another run can be held against it to the last bit.
 
-For every position that was computed: a digest of its logits. From the first generated token of a conversation on: the logits too, since
-the KV of such a token may have been made by a decode in one run and by a prefill in the other; then the distance is what counts.
+For every position that was computed: a digest of its logits. From the first generated token of a conversation on: the
+logits too, since the KV of such a token may have been made by a decode in one run and by a prefill in the other; then
+the distance is what counts.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Logits = npt.NDArray[np.float32]
 class Served:
     """One request: its prompt and answer, and per computed position a digest and maybe the logits.
 
-    exact_until: first position whose token a decode produced, in this request or an earlier turn; before it every run must agree
-    to the last bit.
+    exact_until: first position whose token a decode produced, in this request or an earlier turn; before it every run
+    must agree to the last bit.
     """
 
     exact_until: int = 0
@@ -151,8 +152,8 @@ def compare(run: Record, oracle: Record, *, tolerance: float | None = None) -> C
     """Hold a run against an oracle, at every position that both computed.
 
     Args:
-        tolerance: None: every bit equal. Else: from the first generated token of a conversation on, logits may differ by at most
-            this; before it they must be equal to the last bit.
+        tolerance: None: every bit equal. Else: from the first generated token of a conversation on, logits may differ
+            by at most this; before it they must be equal to the last bit.
     """
     equal = close = 0
     largest = 0.0

@@ -1,7 +1,7 @@
 """Run the demo: serve, compare, kill, serve warm, take the shared memory away, serve from disk, and prove each logit.
 
-Every act is a process of its own (demo/serve.py), so that what survives is what the tiers keep. Any difference is printed and the
-exit code is 1.
+Every act is a process of its own (demo/serve.py), so that what survives is what the tiers keep. Any difference is
+printed and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from stepwell.demo.scenario import Scenario, Sizes, Summary, requests_of
 from stepwell.demo.transformer import ModelConfig
 
 TOLERANCE = 1e-3
-"""Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a prefill in the other."""
+"""Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a
+prefill in the other."""
 
 KILL_AFTER = 3
 WARM_REQUESTS = 24
@@ -117,7 +118,14 @@ class Acts:
         task = self._progress.add_task(title, total=scenario.requests)
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "stepwell.demo.serve", msgspec.json.encode(scenario).decode()],
+                [
+                    sys.executable,
+                    "-X",
+                    "faulthandler",
+                    "-m",
+                    "stepwell.demo.serve",
+                    msgspec.json.encode(scenario).decode(),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -223,7 +231,9 @@ def _play(acts: Acts, base: Scenario) -> tuple[list[Check], dict[str, Summary]]:
     runs["recompute"] = acts.run("recompute", "oracle 2: no reuse at all", mode="recompute", replay=served)
     again = {"first": last, "requests": warm, "replay": served}
     runs["shared"] = acts.run("shared", "after SIGKILL: warm from shared memory", **again)
-    runs["swapped"] = acts.run("swapped", "negative control: a page swapped behind the tiers", swap_staged_page=True, **again)
+    runs["swapped"] = acts.run(
+        "swapped", "negative control: a page swapped behind the tiers", swap_staged_page=True, **again
+    )
     shutil.rmtree(base.shared_path)
     runs["disk"] = acts.run("disk", "shared memory removed: warm from disk", **again)
     ours, unbounded, recompute = record("served"), record("unbounded"), record("recompute")
@@ -279,7 +289,8 @@ def _notes(base: Scenario) -> list[str]:
     config = ModelConfig(seed=base.seed)
     page = config.geometry().page_bytes
     notes = [
-        f"model: {config.layers} layers, random weights (seed {base.seed}); a page is {config.page_tokens} tokens, {page // 1024} KiB",
+        f"model: {config.layers} layers, random weights (seed {base.seed}); a page is {config.page_tokens} tokens, "
+        f"{page // 1024} KiB",
         f"tiers: device {base.sizes.device_pages} pages, host {base.sizes.host_pages} pages, "
         f"shared {base.sizes.shared_bytes >> 20} MiB, disk {base.sizes.disk_bytes >> 20} MiB",
     ]
@@ -287,9 +298,9 @@ def _notes(base: Scenario) -> list[str]:
         _, trace = requests_of(base, vocab=config.vocab, max_tokens=config.max_tokens)
         assert trace is not None
         notes.append(
-            f"trace: the first {base.requests} requests; a block of 512 tokens is one page of 16, lengths are divided by {trace.scale}; "
-            f"{trace.capped_prompts} prompts cut to the model's context ({trace.dropped_tokens} tokens), "
-            f"{trace.capped_outputs} answers shortened"
+            f"trace: the first {base.requests} requests; a block of 512 tokens is one page of 16, lengths are divided "
+            f"by {trace.scale}; {trace.capped_prompts} prompts cut to the model's context ({trace.dropped_tokens} "
+            f"tokens), {trace.capped_outputs} answers shortened"
         )
     return notes
 
@@ -306,8 +317,8 @@ def _print(console: Console, report: Report) -> None:
     served, recompute = report.runs["served"], report.runs["recompute"]
     console.print(_tier_table(served, report))
     console.print(
-        f"  {served.requests} requests: {served.prompt_tokens} prompt tokens, {sum(served.reused_tokens.values())} reused, "
-        f"{served.computed_tokens} computed (generated ones included), {served.preemptions} preemptions; "
+        f"  {served.requests} requests: {served.prompt_tokens} prompt tokens, {sum(served.reused_tokens.values())} "
+        f"reused, {served.computed_tokens} computed (generated ones included), {served.preemptions} preemptions; "
         f"{served.seconds:.1f} s beside {recompute.seconds:.1f} s without reuse"
     )
     console.print(f"  SSD: {served.bytes_written.get('disk', 0) / 1e6:.1f} MB written, each page once")

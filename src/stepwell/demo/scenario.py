@@ -1,4 +1,4 @@
-"""Say what one serving process of the demo does: sizes, requests, and what it is held against. Crosses processes as JSON."""
+"""Say what one serving process of the demo does: sizes, requests, what it is held to. Crosses processes as JSON."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """One serving process.
 
-    mode: "tiers": all four; "unbounded": a device pool that holds everything; "recompute": that, and no request finds anything.
-    requests: how many of the list; first: where it starts. trace: a Mooncake file, else the generator. record: where the logits go.
-    replay: a record whose answers are given again. serve_on: after the record is saved, serve other requests until killed.
+    mode: "tiers": all four; "unbounded": a device pool that holds everything; "recompute": that, and no request finds
+    anything.
+    requests: how many of the list; first: where it starts. trace: a Mooncake file, else the generator. record: where
+    the logits go.
+    replay: a record whose answers are given again. serve_on: after the record is saved, serve other requests until
+    killed.
     swap_staged_page: the negative control: two pages on their way to the device change places, behind every check.
     """
 

@@ -1,6 +1,6 @@
 """Run one serving process of the demo: `python -m stepwell.demo.serve SCENARIO`, JSON lines on standard output.
 
-    {"ready": seconds}   {"finished": request}   ...   {"summary": {...}}   {"serving_on": true}   {"finished": ...} ... until killed
+    {"ready": seconds}  {"finished": request} ...  {"summary": {...}}  {"serving_on": true}  ... until killed
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def _serve_until_killed(scenario: Scenario, engine: Engine, config: ModelConfig)
     """Serve requests that nobody has seen, so that the kill finds saves under way."""
     others = conversations(scenario.seed + 1, users=64, turns=2, vocab=config.vocab, max_tokens=config.max_tokens)
     renumbered = [
-        Request(r.id + 10**6, r.tokens, r.output_tokens, r.conversation, None if r.follows is None else r.follows + 10**6)
+        Request(
+            r.id + 10**6, r.tokens, r.output_tokens, r.conversation, None if r.follows is None else r.follows + 10**6
+        )
         for r in others
     ]
     engine.serve(renumbered, record=Record(), on_finished=lambda running: say(finished=running.request.id))

@@ -1,4 +1,5 @@
-"""Reach behind the tiers: what tests and the demo's negative control do to a running store. The product has no such switch."""
+"""Reach behind the tiers: what tests and the demo's negative control do to a running store. The product has no such
+switch."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from stepwell.tiers.device_queue import QueueFull, ScatterTicket
 def swap_staged_pages(store: PageStore) -> None:
     """Put, in each promotion, the last page of the one before it in place of its own last page, behind every check.
 
-    The negative control of end-to-end comparisons: bytes are verified until they are handed to the device pool, so nothing but
-    the result can tell. (Two pages of one sequence changing places would not do: their keys carry their positions, and attention is a
-    sum.) Requires: a store with a device tier, before its first step.
+    The negative control of end-to-end comparisons: bytes are verified until they are handed to the device pool, so
+    nothing but the result can tell. (Two pages of one sequence changing places would not do: their keys carry their
+    positions, and attention is a sum.) Requires: a store with a device tier, before its first step.
     """
     pool = store.device.pool_for_testing()
     queue = pool.queue_scatter

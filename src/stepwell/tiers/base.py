@@ -49,7 +49,8 @@ class PageTier(Protocol):
         """
 
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
-        """Do what is due: grow if fewer than `low_pages` slots are free and there is room, give back what neighbours lack.
+        """Do what is due: grow if fewer than `low_pages` slots are free and there is room, give back what neighbours
+        lack.
 
         Returns:
             Pages that should be evicted from this tier now to have `high_pages` free; 0 where growing did it.

@@ -20,8 +20,8 @@ RECENCY_SECONDS: Final = 60.0
 class DiskVolumes(VolumeTier):
     """The disk tier. The page file is never mapped; the records are the truth, LMDB is derived from them.
 
-    Invariant: a member's LMDB environment is opened by the keeper's round after the member came, under the volume's lock, and
-    closed before the lock is released. No look-up waits for it or asks it.
+    Invariant: a member's LMDB environment is opened by the keeper's round after the member came, under the volume's
+    lock, and closed before the lock is released. No look-up waits for it or asks it.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ from stepwell import _core
 from stepwell.errors import BudgetError
 from stepwell.index import Index, Tier
 from stepwell.tiers.base import Recovered
+from stepwell.tiers.limits import MemoryLimits
 
 
 class HostSlab:
@@ -14,10 +15,24 @@ class HostSlab:
     Invariant: slots = capacity / slot size, all of them in the index from open() on.
     """
 
-    def __init__(self, shape: _core.PageShape, *, capacity_bytes: int, page_bytes: int) -> None:
+    def __init__(
+        self,
+        shape: _core.PageShape,
+        *,
+        capacity_bytes: int,
+        page_bytes: int,
+        limits: MemoryLimits | None = None,
+    ) -> None:
         slots = capacity_bytes // (-(-page_bytes // 4096) * 4096)
         if slots < 1:
             raise BudgetError(f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)")
+        # Looked at here, because the mapping would not say: its memory is taken page by page, as it is touched.
+        most = (limits or MemoryLimits()).memory()
+        if capacity_bytes > most.nbytes:
+            raise BudgetError(
+                f"host: capacity {capacity_bytes} bytes is more than {most.nbytes} bytes ({most.source}); "
+                "lower host.capacity"
+            )
         try:
             self._slab = _core.Slab(shape, slots)
         except MemoryError as error:

@@ -63,12 +63,16 @@ class MemoryLimits:
         self._root = root
         self._margin_bytes = margin_bytes
 
-    def total(self, path: str) -> Limit:
-        """Return the least of the file system's size, the machine's memory, the cgroups' limits."""
-        limits = [Limit(_core.file_statfs(path).total_bytes, f"size of the file system of {path}")]
-        limits.append(Limit(self._meminfo("MemTotal"), "MemTotal"))
+    def memory(self) -> Limit:
+        """Return the least of the machine's memory and the cgroups' limits."""
+        limits = [Limit(self._meminfo("MemTotal"), "MemTotal")]
         limits.extend(Limit(group.limit_bytes, group.source) for group in self._cgroups())
         return min(limits, key=_nbytes)
+
+    def total(self, path: str) -> Limit:
+        """Return the least of the file system's size, the machine's memory, the cgroups' limits."""
+        size = Limit(_core.file_statfs(path).total_bytes, f"size of the file system of {path}")
+        return min(size, self.memory(), key=_nbytes)
 
     def available(self, path: str) -> Limit:
         """Return the least that file system, machine and cgroups leave; memory less the margin."""

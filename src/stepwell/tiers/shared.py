@@ -22,7 +22,8 @@ _LOG = logging.getLogger("stepwell")
 class SharedVolumes(VolumeTier):
     """The shared tier. The mapping of each volume stays inside csrc, behind the SIGBUS guard.
 
-    Where someone has replaced the guard's signal handler, mappings are left and pread and pwrite take over, from the next round on.
+    Where someone has replaced the guard's signal handler, mappings are left and pread and pwrite take over, from the
+    next round on.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class SharedVolumes(VolumeTier):
         if not self._has_left_mappings and not _core.guard_is_ours():
             self._has_left_mappings = True
             _LOG.warning(
-                "shared tier: another SIGBUS handler was installed over stepwell's; pages are read and written by pread and "
-                "pwrite from now on (slower). Install yours before the store opens, or chain to the one before"
+                "shared tier: another SIGBUS handler was installed over stepwell's; pages are read and written by "
+                "pread and pwrite from now on (slower). Install yours before the store opens, or chain to the one "
+                "before"
             )
         evict = super().tick(index, low_pages=low_pages, high_pages=high_pages)
         if self._has_left_mappings:

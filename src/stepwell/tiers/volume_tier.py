@@ -1,7 +1,7 @@
 """Hold pages in volumes of a tier directory: what the shared and the disk tier have in common.
 
-    directory: who holds which volume (tiers/volumes.py)     volume: bytes and records (csrc/volume.h)     index: slots, pages
-    held volume --attach--> records recovered, slots in the index --tick--> more volumes, or fewer --close--> orphans, warm
+    directory: who holds which volume (tiers/volumes.py)   volume: bytes, records (csrc/volume.h)   index: slots, pages
+    held volume --attach--> records recovered, slots in the index --tick--> more volumes, or fewer --close--> orphans
 
 Slot numbers are volume number << 20 | slot, so that a volume is one range of slots in the index.
 """
@@ -48,8 +48,8 @@ class Member:
 class VolumeTier:
     """A tier made of volumes.
 
-    Invariant: each member's slots are one range of the index; a volume is given back only when no page of it is claimed,
-    resident or pinned.
+    Invariant: each member's slots are one range of the index; a volume is given back only when no page of it is
+    claimed, resident or pinned.
     Threads: as PageTier says; the index and the medium are their own guards.
     """
 
@@ -169,7 +169,7 @@ class VolumeTier:
             for number in self._members:
                 closing.callback(self._detach, number)
 
-    # ---- volumes in and out --------------------------------------------------------------------------------------------
+    # ---- volumes in and out ------------------------------------------------------------------------------------------
 
     def _grow(self, index: Index) -> bool:
         """Take one more volume: an orphan of ours, or a new one. False: no room."""
@@ -198,8 +198,11 @@ class VolumeTier:
                 held.pages.detach() if held.pages is not None else -1,
                 held.direct_io,
             )
+        except OSError as error:  # the machine's fault, not the volume's: it stays, warm
+            self._directory.give_back(held)
+            raise self._io_error(held, error) from error
         except RuntimeError as error:
-            self._directory.remove(held)  # given back, it would be the next that grow() takes
+            self._directory.remove(held)  # damaged: given back it would be the next that grow() takes, for ever
             raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
@@ -219,10 +222,14 @@ class VolumeTier:
             self._set.remove(number)
             del member, volume  # and its mapping: nothing of it is left when its lock goes
             self._directory.give_back(held)
-            raise TierIOError(f"{self._tier.name.lower()} volume {held.volume_id} cannot be read: {error}") from error
+            raise self._io_error(held, error) from error
         self._members[number] = member
         self._after_attach(member)
         return found
+
+    def _io_error(self, held: HeldVolume, error: OSError) -> TierIOError:
+        what = f"{self._tier.name.lower()} tier: volume {held.volume_id} cannot be opened: {error.strerror or error}"
+        return TierIOError(error.errno, what, self._directory.path)
 
     def _detach(self, number: int) -> None:
         """Take a volume out of use: who holds no Member of it any more holds no mapping."""
@@ -233,9 +240,9 @@ class VolumeTier:
             self._set.remove(number)
 
     def _recover(self, member: Member, index: Index) -> Recovered:
-        (slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged) = (
-            member.volume.recover(self._epoch)
-        )
+        (
+            slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged,
+        ) = member.volume.recover(self._epoch)  # fmt: skip
         accepted = index.recover(
             self._tier,
             slots + np.uint32(member.base),
@@ -259,7 +266,8 @@ class VolumeTier:
         for member in self._members.values():
             if member.held.volume_id in lost and not member.is_leaving:
                 _LOG.warning(
-                    "%s tier: the lock file of volume %s was removed and another process took the volume; letting it go",
+                    "%s tier: the lock file of volume %s was removed and another process took the volume; "
+                    "letting it go",
                     self._tier.name.lower(),
                     member.held.volume_id,
                 )
@@ -315,7 +323,7 @@ class VolumeTier:
                 member.volume.write_recency(np.ascontiguousarray(mine))
             self._after_recency(member)
 
-    # ---- what a kind of tier adds ------------------------------------------------------------------------------------------
+    # ---- what a kind of tier adds ------------------------------------------------------------------------------------
 
     def _after_attach(self, member: Member) -> None:
         """A volume is in use."""
