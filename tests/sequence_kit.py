@@ -67,9 +67,7 @@ def stamps(tokens: Tokens, seed: bytes | None = None) -> Values:
 @partial(jax.jit, donate_argnums=0)
 def write_pages(arrays: tuple[jax.Array, ...], slots: jax.Array, pages: jax.Array) -> tuple[jax.Array, ...]:
     """Donate the pool and write whole pages, as an engine's step does."""
-    return tuple(
-        array.at[:, slots].set(jnp.moveaxis(pages[:, :, stream], 0, 1)) for stream, array in enumerate(arrays)
-    )
+    return tuple(array.at[:, slots].set(jnp.moveaxis(pages[:, :, stream], 0, 1)) for stream, array in enumerate(arrays))
 
 
 @jax.jit
