@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_kit import Directories
 
 from stepwell import cli
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
@@ -27,6 +26,7 @@ from stepwell.demo.workload import Request, conversations
 from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.testing.hooks import swap_staged_pages
+from store_kit import Directories
 
 CONFIG = ModelConfig(
     vocab=64, dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, hidden=32, page_tokens=4, max_pages=32
@@ -106,12 +106,10 @@ def serve(
 @pytest.fixture(scope="module")
 def oracle(model: Model, requests: tuple[Request, ...]) -> Served:
     """Every request on a device pool that holds everything."""
-    return serve(
-        StoreConfig(geometry=GEOMETRY, device=DeviceTier(pages=400), host=16 * 4096), model, requests
-    )
+    return serve(StoreConfig(geometry=GEOMETRY, device=DeviceTier(pages=400), host=16 * 4096), model, requests)
 
 
-# ---- the engine ----------------------------------------------------------------------------------------------------------
+# ---- the engine ------------------------------------------------------------------------------------------------------
 
 
 def test_four_tiers_serve_the_logits_of_an_unbounded_pool(
@@ -175,11 +173,11 @@ def test_a_page_swapped_behind_the_tiers_is_seen(
 def test_one_request_that_cannot_fit_is_an_error_with_numbers(
     directories: Directories, model: Model, requests: tuple[Request, ...]
 ) -> None:
-    with pytest.raises(RuntimeError, match="too small for one request.*need"):
+    with pytest.raises(RuntimeError, match=r"too small for one request.*need"):
         serve(tiered(directories, device=4), model, requests[:1])
 
 
-# ---- the comparison ------------------------------------------------------------------------------------------------------
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 def recorded(random: np.random.Generator, *, prompt: int = 6, answer: int = 3) -> Record:
@@ -256,7 +254,7 @@ def test_a_saved_record_is_the_record(tmp_path: Path) -> None:
     assert np.array_equal(loaded.answer(0), record.answer(0))
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def summary(mode: str = "tiers", *, changes: dict[str, object] | None = None) -> Summary:
@@ -281,8 +279,10 @@ def summary(mode: str = "tiers", *, changes: dict[str, object] | None = None) ->
 
 
 @contextmanager
-def acts_that(monkeypatch: pytest.MonkeyPatch, spoil: dict[str, int], changes: dict[str, dict[str, object]]) -> Iterator[None]:
-    """Put acts that write records without serving in place of the real ones. spoil: the act whose record has another seed."""
+def acts_that(
+    monkeypatch: pytest.MonkeyPatch, spoil: dict[str, int], changes: dict[str, dict[str, object]]
+) -> Iterator[None]:
+    """Put acts that only write records in place of the real ones. spoil: the act whose record has another seed."""
 
     def act(self: demo_run.Acts, name: str, title: str, **how: object) -> Summary:
         scenario = self.scenario(name, **how)
