@@ -1,6 +1,6 @@
-"""Keep the results that README shows: run the demo and the benchmarks, write each with machine and commit, print README's tables.
+"""Keep the results that README shows: run the demo and the benchmarks, write each with its origin, print the tables.
 
-    python benchmarks/kept.py          run everything (a quiet machine, a clean work tree), write benchmarks/results/*.json
+    python benchmarks/kept.py          run everything, write benchmarks/results/*.json (on a quiet machine, from a clean tree)
     python benchmarks/kept.py --show   print the tables of what is kept
 """
 
@@ -74,10 +74,14 @@ def show() -> str:
     ]
     for tier in ("device", "host", "shared", "disk"):
         reused = [str(one["reused_tokens"].get(tier, 0)) for one in (served, shared, disk)]
-        moved = [f"{sum(one[way].get(tier, 0) for one in (served, shared, disk)) / 1e6:.1f}" for way in ("bytes_read", "bytes_written")]
-        lines.append("| " + " | ".join([tier, *reused, *(moved if tier != "device" else ["-", "-"])]) + " |")
+        moved = ["-", "-"]
+        if tier != "device":
+            ways = ("bytes_read", "bytes_written")
+            moved = [f"{sum(one[way].get(tier, 0) for one in (served, shared, disk)) / 1e6:.1f}" for way in ways]
+        lines.append("| " + " | ".join([tier, *reused, *moved]) + " |")
     lines.append("")
-    lines += [f"- {'holds' if check['holds'] else 'FAILS'}: {check['name']}: {check['detail']}" for check in demo["checks"]]
+    for check in demo["checks"]:
+        lines.append(f"- {'holds' if check['holds'] else 'FAILS'}: {check['name']}: {check['detail']}")
     lines += ["", "| pages | " + " | ".join(TIER_COLUMNS) + " |", "|---|" + "---|" * len(TIER_COLUMNS)]
     for name in ("tiers_2048k", "tiers_64k"):
         kept = json.loads((RESULTS / f"{name}.json").read_text())
@@ -87,8 +91,15 @@ def show() -> str:
 
 
 TIER_COLUMNS = (
-    "copy", "memcpy", "pool -> shared", "shared -> pool", "raw write", "shared -> disk", "raw read", "disk -> shared + pool",
-)  # fmt: skip
+    "copy",
+    "memcpy",
+    "pool -> shared",
+    "shared -> pool",
+    "raw write",
+    "shared -> disk",
+    "raw read",
+    "disk -> shared + pool",
+)
 
 
 def main() -> int:

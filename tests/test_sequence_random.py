@@ -1,7 +1,7 @@
 """Random interleavings of everything sequences do, against a model.
 
 Each page on the device is the one that its tokens, namespace and weights say, whatever happened before. The mover is
-stepped and the keeper called by hand, so that a seed decides everything: a failure is replayed by running its test alone.
+stepped and the keeper called by hand, so that a seed decides all: a failure is replayed by running its test alone.
 """
 
 from __future__ import annotations
