@@ -32,12 +32,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "index",
         "tiers",
         "tiers.base",
-        "tiers.host",
         # the directory of a volume tier, from a lock to a tier
         "tiers.locks",
         "tiers.volume_files",
         "tiers.process_file",
         "tiers.limits",
+        "tiers.host",
         "tiers.directory",
         "tiers.birth",
         "tiers.scan",

@@ -7,12 +7,12 @@ import errno
 from collections.abc import Callable
 
 import pytest
-from store_kit import VOLUME_BYTES, Directories, Rig, assert_whole, chain
 
 from stepwell.clock import ManualClock
 from stepwell.errors import StepwellError
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each
+from store_kit import VOLUME_BYTES, Directories, Rig, assert_whole, chain
 
 
 @pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
