@@ -1,5 +1,4 @@
-"""Directories for tiers, stores that are closed and looked at afterwards, and a check that a test leaves nothing
-behind."""
+"""Directories for tiers, stores that are looked at and closed afterwards, and a check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
 
 @pytest.fixture
 def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
-    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`. Those still open afterwards must be
-    whole.
+    """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`; those still open afterwards are whole.
 
     keeper: with its thread; else its rounds are `rig.round()`.
     """

@@ -23,8 +23,7 @@ CHAINS, MOST_PAGES = 40, 12
 
 
 def kill_config(shared: str, disk: str) -> StoreConfig:
-    """Shared memory too small for all chains, a disk that holds them all: an acknowledged page is never evicted from
-    both."""
+    """Shared memory too small for all chains, a disk that holds them all: none is ever evicted from both."""
     return StoreConfig(
         geometry=GEOMETRY,
         host=16 * 4096,
@@ -72,7 +71,7 @@ def truncate_world(when: str, shared: str, rounds: int) -> None:
     rig = Rig(Directories(Path(shared), Path("/nowhere")).config(shared=VOLUME_BYTES, disk=0), keeper=True)
     if when == "after":
         faulthandler.enable()
-    failures: list[BaseException] = []
+    failures: list[AssertionError] = []
     stop = threading.Event()
     turns = threading.Semaphore(0)  # one for each save and load that has ended
     loaded = [0]
@@ -99,7 +98,7 @@ def truncate_world(when: str, shared: str, rounds: int) -> None:
                     ok = np.flatnonzero(transfer.ok)
                     assert np.array_equal(rows[ok], stamps(tokens)[ok]), "wrong bytes were served"
                     loaded[0] += ok.size
-        except BaseException as error:
+        except AssertionError as error:
             failures.append(error)
             stop.set()
             turns.release(1_000_000)

@@ -1,5 +1,4 @@
-"""What the tests of the store share: small pages whose bytes follow from their key, and a store with a pool beside
-it."""
+"""What the tests of the store share: small pages whose bytes follow from their key, a store with a pool beside it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_share_is_an_eighth_and_at_least_one_volume() -> None:
     assert floor_bytes(SharedTier("8GiB"), name="shared") == GIB
     assert floor_bytes(SharedTier("64MiB"), name="shared") == 64 * MIB
     assert floor_bytes(SharedTier("8GiB", share=0), name="shared") == 256 * MIB
-    with pytest.raises(StepwellUsageError, match="share .* exceeds the capacity"):
+    with pytest.raises(StepwellUsageError, match=r"share .* exceeds the capacity"):
         floor_bytes(SharedTier("8GiB", share="9GiB"), name="shared")
 
 
@@ -217,7 +217,7 @@ def test_the_environment_overrides_values_and_leaves_them_alone() -> None:
 
 
 def test_a_variable_that_names_nothing_is_refused_and_the_nearest_is_told() -> None:
-    with pytest.raises(StepwellUsageError, match="STEPWELL_SHARED_CAPACITI.*did you mean STEPWELL_SHARED_CAPACITY"):
+    with pytest.raises(StepwellUsageError, match=r"STEPWELL_SHARED_CAPACITI.*did you mean STEPWELL_SHARED_CAPACITY"):
         from_env({"geometry": GEOMETRY_VALUES}, {"STEPWELL_SHARED_CAPACITI": "8GiB"})
 
 

@@ -184,7 +184,7 @@ def test_a_gather_that_fails_on_the_device_returns_its_claims(make_engine: MakeE
 
 
 def test_many_failed_steps_leave_no_slot_behind(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=12)
+    engine = make_engine(device=16)
     engine.cache(prompt(1, 33))
     sequence = engine.open(prompt(1, 33))
     for _ in range(10):

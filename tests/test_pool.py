@@ -1,5 +1,4 @@
-"""Memory that a caller lends: every layout that holds the same pages is the same to the store; what does not fit is
-refused."""
+"""Memory that a caller lends: whatever its layout, its pages are the same; what does not fit is refused."""
 
 from __future__ import annotations
 

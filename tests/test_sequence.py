@@ -91,7 +91,7 @@ def test_open_never_waits_for_a_page(make_engine: MakeEngine) -> None:
 
 
 def test_namespaces_do_not_share_pages(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=24)
+    engine = make_engine(device=28)
     tokens = prompt(1, 9)
     for namespace in namespaces():
         sequence = engine.open(tokens, namespace=namespace)
@@ -233,7 +233,7 @@ def test_two_sequences_load_one_prefix_once(make_engine: MakeEngine) -> None:
 
 
 def test_a_full_device_queue_delays_a_load_and_loses_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=24, host=24)
+    engine = make_engine(device=28, host=24)
     engine.cache(prompt(1, 17))
     engine.cache(prompt(2, 17))
     evict_all(engine.store, Tier.DEVICE)
@@ -250,7 +250,7 @@ def test_a_full_device_queue_delays_a_load_and_loses_nothing(make_engine: MakeEn
 
 
 def test_a_load_longer_than_one_step_takes_several(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=24, host=24, step_bytes=2 * PAGE_BYTES)
+    engine = make_engine(device=28, host=24, step_bytes=2 * PAGE_BYTES)
     engine.cache(prompt(1, 33))
     evict_all(engine.store, Tier.DEVICE)
     sequence = engine.open(prompt(1, 33))
@@ -352,7 +352,7 @@ def test_what_the_first_sequence_gives_up_the_second_computes(
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_a_page_computed_twice_is_published_once(make_engine: MakeEngine, winner: int) -> None:
-    engine = make_engine(device=24)
+    engine = make_engine(device=28)
     pair = [engine.open(prompt(1, 17)), engine.open(prompt(1, 17))]
     pair[1].compute()
     assert engine.store.extend(pair, [17, 17]).ok.all()
@@ -433,7 +433,7 @@ def test_extend_may_go_past_the_tokens(make_engine: MakeEngine) -> None:
 
 
 def test_misuse_of_one_sequence_changes_none(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=24)
+    engine = make_engine(device=28)
     engine.cache(prompt(1, 17))
     evict_all(engine.store, Tier.DEVICE)
     good, closed, loading = engine.open(prompt(2, 9)), engine.open(prompt(3, 9)), engine.open(prompt(1, 17))
@@ -624,7 +624,7 @@ def test_a_full_gather_queue_refuses_the_write_through_and_nothing_else(make_eng
 
 
 def test_sequences_of_another_epoch_go_on_and_publish_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=32)
+    engine = make_engine(device=28)
     tokens = prompt(1, 17)
     engine.cache(prompt(2, 9))
     old = engine.open(tokens)
@@ -650,7 +650,7 @@ def test_sequences_of_another_epoch_go_on_and_publish_nothing(make_engine: MakeE
 
 
 def test_a_load_that_an_epoch_overtakes_ends_as_a_miss(make_engine: MakeEngine) -> None:
-    engine = make_engine(device=32)
+    engine = make_engine(device=28)
     engine.cache(prompt(1, 17))
     engine.store.evict(Tier.DEVICE, 2)
     sequence = engine.open(prompt(1, 17))

@@ -1,8 +1,7 @@
-"""Random interleavings of everything sequences do, against a model: each page on the device is the one that its tokens,
-namespace and weights say, whatever happened before.
+"""Random interleavings of everything sequences do, against a model.
 
-The mover is stepped and the keeper called by hand, so that a seed decides everything: a failure is replayed by running
-its test alone.
+Each page on the device is the one that its tokens, namespace and weights say, whatever happened before. The mover is
+stepped and the keeper called by hand, so that a seed decides all: a failure is replayed by running its test alone.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ from stepwell.store import PageStore
 from stepwell.testing.stepped import SteppedMover
 from store_kit import Directories
 
-SEEDS = 100
-OPERATIONS = 300
+SEEDS = 16
+OPERATIONS = 150
 NAMESPACES = (None, Namespace(adapter="other"))
 
 
 @dataclass
 class Modelled:
-    """What the model knows of one sequence. expected: by page written since the last look; before those, what was
-    found."""
+    """What the model knows of one sequence. expected: its pages once it computes, those that were found first."""
 
     sequence: Sequence
     seed: bytes | None
@@ -87,9 +85,11 @@ class Machine:
 
     def run(self, operations: int) -> None:
         weighted: list[tuple[float, Callable[[], Any]]] = [
-            (12, self.open), (8, self.promote), (2, self.give_up), (10, self.extend), (10, self.step), (0.5, self.fail_step),
+            (12, self.open), (8, self.promote), (2, self.give_up), (10, self.extend), (10, self.step),
+            (0.5, self.fail_step),
             (10, self.publish), (5, self.append), (3, self.suspend), (6, self.resume), (9, self.close), (6, self.evict),
-            (6, self.drain), (10, self.move), (3, self.tick), (0.5, self.change_epoch), (2, self.damage), (14, self.serve),
+            (6, self.drain), (10, self.move), (3, self.tick), (0.5, self.change_epoch), (2, self.damage),
+            (14, self.serve),
         ]  # fmt: skip
         weights = [weight for weight, _ in weighted]
         for _ in range(operations):
@@ -357,7 +357,7 @@ def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     monkeypatch.setattr(_core, "Mover", threadless)
     monkeypatch.setattr(Keeper, "start", lambda self: None)
-    sizes = config(directories, device=20, host=6, shared=1, disk=1)
+    sizes = config(directories, device=16, host=6, shared=1, disk=1)
     with PageStore(sizes) as store:
         yield store
 

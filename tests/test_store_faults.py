@@ -1,8 +1,8 @@
-"""What the store does when the world fails: a miss or a precise error, no wrong byte, nothing leaked, and it goes on
-after."""
+"""What the store does when the world fails: a miss or a precise error, no wrong byte, no leak, and it goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stepwell.clock import ManualClock
-from stepwell.errors import ForkedError, StepwellError
+from stepwell.errors import ForkedError, StepwellError, StoreClosedError
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each, inject, resume, wait_paused
 from store_kit import (
@@ -52,11 +52,8 @@ def test_an_open_that_fails_anywhere_says_so_and_leaves_nothing(
     descriptors = set(os.listdir("/proc/self/fd"))
     for fault in fail_each("file.*", error):
         rig = None
-        with fault:
-            try:
-                rig = open_rig(**BOTH)
-            except StepwellError as raised:
-                assert str(raised), "an error says what"
+        with fault, contextlib.suppress(StepwellError):
+            rig = open_rig(**BOTH)
         if rig is not None:
             assert rig.load(chain(1, 8)) in ((0, 8) if is_warm else (0,))
             assert_whole(rig.store)
@@ -77,7 +74,8 @@ def test_saves_loads_and_evictions_survive_a_failure_anywhere(
     open_rig: OpenRig, sizes: dict[str, int], point: str, error: int
 ) -> None:
     rig = open_rig(**sizes)
-    for number, fault in enumerate(fail_each(point, error), 1):
+    for fault in fail_each(point, error):
+        number = fault.nth
         with fault:
             rig.save(chain(number, 3))
             rig.load(chain(number, 3))  # compares what came
@@ -109,11 +107,8 @@ def test_a_close_that_fails_anywhere_gives_everything_back(open_rig: OpenRig, er
     for fault in fail_each("file.*", error):
         rig = open_rig(**BOTH)
         rig.save(chain(fault.nth, 3))
-        with fault:
-            try:
-                rig.close()
-            except StepwellError as raised:
-                assert str(raised)
+        with fault, contextlib.suppress(StepwellError):
+            rig.close()
         rig = open_rig(**BOTH)
         assert rig.load(chain(fault.nth, 3)) == 3
         rig.close()
@@ -127,11 +122,8 @@ def test_the_keepers_round_survives_a_failure_anywhere(open_rig: OpenRig, error:
         for number in range(8):
             rig.save(chain(number, 12))
         clock.advance(100.0)  # all that is due, is due
-        with fault:
-            try:
-                rig.round()
-            except (StepwellError, OSError) as raised:  # the keeper logs it and goes on
-                assert str(raised)
+        with fault, contextlib.suppress(StepwellError, OSError):  # as the keeper does, but for its log line
+            rig.round()
         assert_whole(rig.store)
         if fault.nth > 200:
             break
@@ -415,7 +407,8 @@ def test_a_bug_in_a_worker_makes_the_store_miss_and_say_so(open_rig: OpenRig) ->
 
 def run_script(text: str, directories: Directories, *, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     head = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\nfrom store_kit import *\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\nfrom store_kit import *\n"
         f"directories = Directories(Path({str(directories.shared)!r}), Path({str(directories.disk)!r}))\n"
         "rig = Rig(directories.config(shared=VOLUME_BYTES, disk=VOLUME_BYTES), keeper=True)\n"
     )
@@ -547,7 +540,7 @@ def test_a_store_that_is_dropped_without_close_gives_everything_back(directories
 def test_a_store_can_be_closed_by_another_thread_while_others_use_it(open_rig: OpenRig) -> None:
     rig = open_rig(**BOTH, keeper=True)
     started = threading.Barrier(3)
-    errors: list[BaseException] = []
+    errors: list[StoreClosedError] = []
 
     def use(seed: int) -> None:
         started.wait()
@@ -560,7 +553,7 @@ def test_a_store_can_be_closed_by_another_thread_while_others_use_it(open_rig: O
                 rig.store.save(tokens, source=pool[:]).transfer.wait()
                 with rig.store.match(tokens) as match:
                     rig.store.load(match, into=pool[: match.pages]).wait()
-        except BaseException as error:
+        except StoreClosedError as error:
             errors.append(error)
 
     users = [threading.Thread(target=use, args=(seed,)) for seed in range(2)]
@@ -571,7 +564,7 @@ def test_a_store_can_be_closed_by_another_thread_while_others_use_it(open_rig: O
     closer.start()
     for thread in (*users, closer):
         thread.join()
-    assert {type(error).__name__ for error in errors} == {"StoreClosedError"}
+    assert len(errors) == 2  # any other is an unhandled exception of its thread, and fails the test
 
 
 def test_two_stores_in_one_process_on_the_same_directories_share_one_budget(

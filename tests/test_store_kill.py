@@ -84,8 +84,7 @@ def zygote() -> Iterator[Zygote]:
 def test_after_a_kill_every_hit_is_right_and_what_was_acknowledged_is_found(
     directories: Directories, zygote: Zygote, open_rig: Callable[..., Rig], world: int
 ) -> None:
-    """10 kills in each of 10 directories: 100, at instants that follow from the seed and from how the two processes
-    run."""
+    """10 kills in each of 10 directories, at instants that follow from the seed and from how the two processes run."""
     rng = random.Random(world)
     promised: dict[int, int] = {}
     for kill in range(KILLS_A_DIRECTORY):

@@ -90,8 +90,7 @@ class Decider(Protocol):
         """Count a lookup."""
 
     def mend_device(self) -> bool:
-        """Free device slots of a lost pool whose pages nobody pins any more, some at a time. False: there are none
-        left."""
+        """Free some device slots of a lost pool whose pages nobody pins any more. False: there are none left."""
 
     def saved(self, pages: int, refused: int) -> None:
         """Count published pages that are written through, and those that found no room below."""
@@ -474,9 +473,7 @@ class Sequences:
         if staged.any():
             self._start(sequence, ids, staged, batch, slots, None)
         if copied.any():
-            part = Plan(
-                np.ascontiguousarray(ids[copied]), plan.roles[copied], plan.slots[copied], plan.numbers[copied]
-            )
+            part = Plan(np.ascontiguousarray(ids[copied]), plan.roles[copied], plan.slots[copied], plan.numbers[copied])
             transfer = self.decider.submit_promotion(part, lease)
             if transfer is None:
                 self._abort_claimed(ids[copied], batch.numbers[copied, Tier.DEVICE])
@@ -716,9 +713,7 @@ class Sequences:
         for tier in _LOWER_TIERS:
             if mask & (1 << tier):
                 self.decider.make_room(tier, pages.size)
-        batch = self._index.claim_absent(
-            sequence._name_space, sequence.tokens, sequence._keys, first, last, mask
-        )
+        batch = self._index.claim_absent(sequence._name_space, sequence.tokens, sequence._keys, first, last, mask)
         new = batch.outcomes == _NEW
         claims = Plan(batch.pages, np.where(new, SINK, 0).astype(np.uint8), batch.slots, batch.numbers)
         is_new = new.any(axis=1)

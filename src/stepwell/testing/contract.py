@@ -1,15 +1,17 @@
 """The suite that every tier passes, and that anyone can point at their own.
 
-Subclass `TierContract`, answer its three methods, and let pytest collect it:
+Subclass `TierContract`, say what is asked there, and let pytest collect it:
 
     class TestMyTier(TierContract):
-        def make(self) -> PageTier: ...          # the same place each time, so that a second one finds what the first left
-        lasts = True                             # whether pages outlive close()
-        spoil = None                             # how to damage a stored page behind the tier's back, if there is a way
+        lasts = True                                          # its pages outlive close()
+        def make(self, shape) -> PageTier: ...                # at the same place each time
+        def spoil(self, page) -> None: ...                    # damage it behind the tier's back; None: nobody can
 
 What a page is follows from `geometry`. The checks use what the store uses: the tier's slots in an index, its medium
 under the real mover. They need no fixtures; a subclass may use its own in `setup_method`.
 """
+
+# ruff: noqa: D102 - the name of a test is its sentence
 
 from __future__ import annotations
 

@@ -73,7 +73,6 @@ class VolumeTier:
         self._recency_seconds = recency_seconds
         self._set = _core.VolumeSet(tier is Tier.DISK)
         self._members: dict[int, Member] = {}
-        self._unusable: set[str] = set()
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
         self._looked_at = float("-inf")
@@ -199,17 +198,11 @@ class VolumeTier:
                 held.pages.detach() if held.pages is not None else -1,
                 held.direct_io,
             )
-        except OSError as error:
+        except OSError as error:  # the machine's fault, not the volume's: it stays, warm
             self._directory.give_back(held)
             raise self._io_error(held, error) from error
         except RuntimeError as error:
-            # Once may be the machine's fault (no descriptor, an I/O error): it stays for others, warm. Twice is the
-            # volume's, and given back it would be the next that grow() takes, for ever.
-            if held.volume_id in self._unusable:
-                self._directory.remove(held)
-            else:
-                self._unusable.add(held.volume_id)
-                self._directory.give_back(held)
+            self._directory.remove(held)  # damaged: given back it would be the next that grow() takes, for ever
             raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
