@@ -483,6 +483,7 @@ void Mover::Impl::commit(Transfer& transfer, uint32_t page, int column) {
 }
 
 bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& source) {
+  STEPWELL_ASSERT(source.bytes.checksums != nullptr);  // what lands comes from a tier, with its checksums
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
@@ -795,7 +796,7 @@ Mover::~Mover() {
   drain(0, true);
 }
 
-Status Mover::submit(TransferSpec spec, std::shared_ptr<Inbox> inbox, std::shared_ptr<Transfer>* out) {
+Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std::shared_ptr<Transfer>* out) {
   Impl& impl = *impl_;
   if (impl.pid != ::getpid()) return Status::kClosed;
   if (poisoned()) return Status::kPoisoned;

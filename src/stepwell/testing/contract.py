@@ -11,8 +11,6 @@ What a page is follows from `geometry`. The checks use what the store uses: the 
 under the real mover. They need no fixtures; a subclass may use its own in `setup_method`.
 """
 
-
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
