@@ -14,10 +14,8 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -104,23 +102,6 @@ def rounds_of(store: PageStore, options: argparse.Namespace, directory: Path) ->
     return figures
 
 
-def machine() -> dict[str, str | int]:
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "cpu": model,
-        "cores": os.cpu_count() or 0,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "commit": commit,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page-kib", type=int, default=2048)
@@ -155,7 +136,6 @@ def main() -> int:
     }
     result = {
         "benchmark": "tiers",
-        "machine": machine(),
         "page_kib": options.page_kib,
         "pages": options.pages,
         "rounds": options.rounds,

@@ -305,7 +305,7 @@ def acts_that(
         ({"swapped": 1, "recompute": 2}, {}, 1),
         ({"swapped": 1, "shared": 2}, {}, 1),
         ({"swapped": 1, "disk": 2}, {}, 1),
-        ({"swapped": 1}, {"served": {"reused_tokens": {"device": 4}}}, 1),
+        ({"swapped": 1}, {act: {"reused_tokens": {"device": 4, "shared": 4, "disk": 4}} for act in demo_run.TIERED}, 1),
         ({"swapped": 1}, {"shared": {"reused_tokens": {"device": 4}}}, 1),
         ({"swapped": 1}, {"disk": {"reused_tokens": {"device": 4}}}, 1),
         ({"swapped": 1}, {"served": {"checksum_failures": 1}}, 1),

@@ -79,7 +79,7 @@ _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
 _RECORDS_AHEAD: Final = 8192
-"""Page records that the keeper keeps ready, so that a long new prompt does not pay for the first touch of their memory."""
+"""Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1118,7 +1118,7 @@ class PageStore:
             self._mend(tier)
 
     def _mend(self, tier: Tier) -> bool:
-        """Let quarantined slots that can be rewritten and read back into use again, some at a time. False: there are none left."""
+        """Let some quarantined slots that can be rewritten and read back into use again. False: there are none left."""
         if self._index.counts(tier)["quarantined"] == 0:
             return False
         medium = self._medium(tier)

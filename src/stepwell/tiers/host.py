@@ -25,7 +25,9 @@ class HostSlab:
     ) -> None:
         slots = capacity_bytes // (-(-page_bytes // 4096) * 4096)
         if slots < 1:
-            raise BudgetError(f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)")
+            raise BudgetError(
+                f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)"
+            )
         # Looked at here, because the mapping would not say: its memory is taken page by page, as it is touched.
         most = (limits or MemoryLimits()).memory()
         if capacity_bytes > most.nbytes:

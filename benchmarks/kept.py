@@ -1,0 +1,115 @@
+"""Keep the results that README shows: run the demo and the benchmarks, write each with its origin, print the tables.
+
+    python benchmarks/kept.py          run everything, write benchmarks/results/*.json (on a quiet machine, from a clean tree)
+    python benchmarks/kept.py --show   print the tables of what is kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def machine() -> dict[str, str | int]:
+    """Say where a figure comes from."""
+    cpus = Path("/proc/cpuinfo").read_text()
+    model = next((line.split(":")[1].strip() for line in cpus.splitlines() if "model name" in line), platform.machine())
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=HERE
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count() or 0,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": described.stdout.strip(),
+    }
+
+
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Write one result with its origin."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine()} | result, indent=1) + "\n")
+
+
+def run(*command: str) -> dict[str, Any]:
+    """Run a command that prints JSON; raise where it fails."""
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def run_all() -> None:
+    """Run everything and keep it."""
+    demo = run("-m", "stepwell.cli", "demo", "--json")
+    for summary in demo["runs"].values():
+        del summary["served"]
+    keep("demo", demo)
+    for page_kib, pages in ((2048, 128), (64, 1024)):
+        keep(
+            f"tiers_{page_kib}k",
+            run(str(HERE / "bench_tiers.py"), "--page-kib", str(page_kib), "--pages", str(pages), "--rounds", "7"),
+        )
+
+
+def show() -> str:
+    """Return README's tables of the kept results."""
+    demo = json.loads((RESULTS / "demo.json").read_text())
+    served, shared, disk = (demo["runs"][name] for name in ("served", "shared", "disk"))
+    lines = [
+        f"One run, {demo['requests']} requests ({demo['machine']['cpu']}, {demo['machine']['cores']} cores, "
+        f"commit {demo['machine']['commit']}; `benchmarks/results/demo.json`):",
+        "",
+        "| tier | tokens reused: served | after SIGKILL | shared memory removed | MB read | MB written |",
+        "|---|---|---|---|---|---|",
+    ]
+    for tier in ("device", "host", "shared", "disk"):
+        reused = [str(one["reused_tokens"].get(tier, 0)) for one in (served, shared, disk)]
+        moved = ["-", "-"]
+        if tier != "device":
+            ways = ("bytes_read", "bytes_written")
+            moved = [f"{sum(one[way].get(tier, 0) for one in (served, shared, disk)) / 1e6:.1f}" for way in ways]
+        lines.append("| " + " | ".join([tier, *reused, *moved]) + " |")
+    lines.append("")
+    for check in demo["checks"]:
+        lines.append(f"- {'holds' if check['holds'] else 'FAILS'}: {check['name']}: {check['detail']}")
+    lines += ["", "| pages | " + " | ".join(TIER_COLUMNS) + " |", "|---|" + "---|" * len(TIER_COLUMNS)]
+    for name in ("tiers_2048k", "tiers_64k"):
+        kept = json.loads((RESULTS / f"{name}.json").read_text())
+        cells = [f"{kept['gb_per_s'][c]} ({kept['of_limit'][c]})" for c in TIER_COLUMNS]
+        lines.append(f"| {kept['page_kib']} KiB | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TIER_COLUMNS = (
+    "copy",
+    "memcpy",
+    "pool -> shared",
+    "shared -> pool",
+    "raw write",
+    "shared -> disk",
+    "raw read",
+    "disk -> shared + pool",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--show", action="store_true")
+    if not parser.parse_args().show:
+        run_all()
+    print(show())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
