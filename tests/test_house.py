@@ -32,20 +32,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "index",
         "tiers",
         "tiers.base",
-<<<<<<< HEAD
         "tiers.limits",
         "tiers.host",
-=======
->>>>>>> 0d91f8a84a1e034168931c2f59bfa6cc2d3f7603
         # the directory of a volume tier, from a lock to a tier
         "tiers.locks",
         "tiers.volume_files",
         "tiers.process_file",
-<<<<<<< HEAD
-=======
-        "tiers.limits",
-        "tiers.host",
->>>>>>> 0d91f8a84a1e034168931c2f59bfa6cc2d3f7603
         "tiers.directory",
         "tiers.birth",
         "tiers.scan",
