@@ -110,6 +110,7 @@ struct Mover::Impl {
         media(media_),
         retired(retired_list),
         pid(::getpid()),
+        is_stepped(options_.copy_threads == 0),
         queues{WeightedQueue<Unit>(options_.queue_units), WeightedQueue<Unit>(options_.queue_units)} {}
 
   // ---- planning ------------------------------------------------------------------------------------------------
@@ -171,6 +172,7 @@ struct Mover::Impl {
   const std::array<Medium*, kTiers> media;
   RetireList* const retired;
   const pid_t pid;
+  const bool is_stepped;  // no threads: step() does the work
 
   std::atomic<bool> is_poisoned{false};
   mutable std::mutex reason_mutex;  // a leaf: nothing is locked under it
@@ -853,15 +855,15 @@ Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std
 bool Mover::drain(double timeout_s, bool close) {
   Impl& impl = *impl_;
   if (impl.pid != ::getpid()) return true;
-  const bool steps = impl.threads.empty();
   const bool forever = timeout_s < 0 || timeout_s > kLongestWait_s;
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                                              std::chrono::duration<double>(forever ? 0 : timeout_s));
   const auto is_idle = [&impl] { return impl.live.empty(); };
+  std::vector<std::jthread> ended;  // joined when this returns, without the lock
   std::unique_lock lock(impl.queue_mutex);
   if (close) impl.closed = true;
-  if (steps) {
+  if (impl.is_stepped) {
     lock.unlock();
     while ((forever || std::chrono::steady_clock::now() < deadline) && (step(kCopyQueue) || step(kIoQueue))) {
     }
@@ -871,21 +873,26 @@ bool Mover::drain(double timeout_s, bool close) {
   } else {
     impl.idle.wait_until(lock, deadline, is_idle);
   }
-  if (is_idle()) return true;
-  for (const auto& [key, transfer] : impl.live) transfer->cancel();
-  if (steps) {
-    lock.unlock();
-    while (step(kCopyQueue) || step(kIoQueue)) {
+  const bool finished = is_idle();
+  if (!finished) {
+    for (const auto& [key, transfer] : impl.live) transfer->cancel();
+    if (impl.is_stepped) {
+      lock.unlock();
+      while (step(kCopyQueue) || step(kIoQueue)) {
+      }
+      lock.lock();
+    } else {
+      impl.idle.wait(lock, is_idle);
     }
-  } else {
-    impl.idle.wait(lock, is_idle);
   }
-  return false;
+  if (close) ended.swap(impl.threads);  // nothing can come any more: whoever still refers to this mover keeps no thread alive
+  lock.unlock();
+  return finished;
 }
 
 bool Mover::step(int queue) {
   Impl& impl = *impl_;
-  if (impl.pid != ::getpid() || !impl.threads.empty() || queue < 0 || queue >= kQueues) return false;
+  if (impl.pid != ::getpid() || !impl.is_stepped || queue < 0 || queue >= kQueues) return false;
   return impl.run_one(queue, impl.stepped);
 }
 

@@ -68,7 +68,7 @@ class Mover {
   Status submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std::shared_ptr<Transfer>* out);
   // Waits until nothing is queued or running, at most timeout_s; then cancels the rest, and waits for what is being
   // copied.
-  // True: all finished without cancelling. After it submit says kClosed if `close`.
+  // True: all finished without cancelling. With `close` the workers are joined, and submit says kClosed from now on.
   bool drain(double timeout_s, bool close);
   // Runs one unit of the given queue (0 copy, 1 io) on the calling thread. False: none was waiting. Only with 0
   // threads.

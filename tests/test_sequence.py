@@ -834,6 +834,17 @@ def test_a_store_closes_whatever_is_in_flight_and_another_finds_what_landed(
     again.verify(found)
 
 
+def test_a_load_given_up_half_way_writes_into_no_slot_of_others(make_engine: MakeEngine) -> None:
+    engine = make_engine(device=9, host=9, step_bytes=2 * PAGE_BYTES)
+    with ExitStack() as stack:
+        sequence = scatter_half_dispatched(engine, stack)
+        sequence.suspend()
+    other = engine.open(prompt(2, 36))
+    engine.finish(other)  # in every slot
+    engine.store.device.drain()
+    engine.verify(other, 36)
+
+
 def test_suspending_frees_the_device_at_once(make_engine: MakeEngine) -> None:
     engine = make_engine(device=9, host=9)
     with ExitStack() as stack:

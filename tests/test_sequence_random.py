@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from sequence_kit import (
+    PAGE_BYTES,
     PAGE_TOKENS,
     READ_PAGES,
     StampEngine,
@@ -348,7 +349,7 @@ class Machine:
 
 
 @pytest.fixture
-def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageStore]:
+def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch, step_pages: int) -> Iterator[PageStore]:
     """A store whose mover has no threads and whose keeper runs when it is told to."""
     real = _core.Mover
 
@@ -357,19 +358,19 @@ def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     monkeypatch.setattr(_core, "Mover", threadless)
     monkeypatch.setattr(Keeper, "start", lambda self: None)
-    sizes = config(directories, device=16, host=6, shared=1, disk=1)
+    sizes = config(directories, device=16, host=6, shared=1, disk=1, step_bytes=step_pages * PAGE_BYTES)
     with PageStore(sizes) as store:
         yield store
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(("seed", "step_pages"), [(seed, (1, 64)[seed % 2]) for seed in range(SEEDS)])
 def test_no_interleaving_serves_a_wrong_page_or_keeps_a_slot(
-    stepped: PageStore, directories: Directories, seed: int
+    stepped: PageStore, directories: Directories, seed: int, step_pages: int
 ) -> None:
     machine = Machine(stepped, seed, directories)
     try:
         machine.run(OPERATIONS)
         machine.end()
     except BaseException as error:
-        error.add_note(f"seed {seed}, after {machine.counts}; replay: pytest '{__file__}' -k 'seed or [{seed}]'")
+        error.add_note(f"seed {seed}, after {machine.counts}; replay: pytest '{__file__}' -k '[{seed}-{step_pages}]'")
         raise

@@ -475,18 +475,18 @@ class Sequences:
         if copied.any():
             part = Plan(np.ascontiguousarray(ids[copied]), plan.roles[copied], plan.slots[copied], plan.numbers[copied])
             transfer = self.decider.submit_promotion(part, lease)
-            if transfer is None:
+            if transfer is None:  # the mover's queue is full: the next look tries again
                 self._abort_claimed(ids[copied], batch.numbers[copied, Tier.DEVICE])
-            else:
-                self._start(sequence, ids, copied, batch, plan.slots[:, Tier.HOST], transfer)
-        return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or self._may_go_on()
+                return True
+            self._start(sequence, ids, copied, batch, plan.slots[:, Tier.HOST], transfer)
+        return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or self._is_moving()
 
-    def _may_go_on(self) -> bool:
-        """Whether something moves that will free slots, or there are free ones."""
+    def _is_moving(self) -> bool:
+        """Whether something is under way that will free slots."""
         return (
-            any(sequence._promotions for sequence in self._open)
+            self._is_mending
+            or any(sequence._promotions for sequence in self._open)
             or any(self._index.counts(tier)["arriving"] for tier in _LOWER_TIERS)
-            or min(self._index.claimable(Tier.DEVICE), self._index.claimable(Tier.HOST)) > 0
         )
 
     def _start(
