@@ -885,7 +885,8 @@ bool Mover::drain(double timeout_s, bool close) {
       impl.idle.wait(lock, is_idle);
     }
   }
-  if (close) ended.swap(impl.threads);  // nothing can come any more: whoever still refers to this mover keeps no thread alive
+  if (close)
+    ended.swap(impl.threads);  // nothing can come any more: whoever still refers to this mover keeps no thread alive
   lock.unlock();
   return finished;
 }
