@@ -1,6 +1,6 @@
 """Keep the results that README shows: run the demo and the benchmarks, write each with its origin, print the tables.
 
-    python benchmarks/kept.py          run everything, write benchmarks/results/*.json (on a quiet machine, from a clean tree)
+    python benchmarks/kept.py          run everything, write benchmarks/results/*.json (quiet machine, clean tree)
     python benchmarks/kept.py --show   print the tables of what is kept
 """
 

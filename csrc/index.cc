@@ -1488,7 +1488,7 @@ void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, 
     next_number(page, t);
     move(page, t, Move::kCommit);
     pages.slot(page, t) = want[i];
-    recovered.push_back({page, stamps[i]});
+    recovered.emplace_back(page, stamps[i]);
     accepted[i] = 1;
     if (known != kNoPage && pages.children(known) > 0) had_children.insert(page);
   }

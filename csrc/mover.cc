@@ -485,6 +485,7 @@ void Mover::Impl::commit(Transfer& transfer, uint32_t page, int column) {
 }
 
 bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& source) {
+  STEPWELL_ASSERT(source.bytes.checksums != nullptr);  // what lands comes from a tier, with its checksums
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
@@ -797,7 +798,7 @@ Mover::~Mover() {
   drain(0, true);
 }
 
-Status Mover::submit(TransferSpec spec, std::shared_ptr<Inbox> inbox, std::shared_ptr<Transfer>* out) {
+Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std::shared_ptr<Transfer>* out) {
   Impl& impl = *impl_;
   if (impl.pid != ::getpid()) return Status::kClosed;
   if (poisoned()) return Status::kPoisoned;
@@ -884,7 +885,8 @@ bool Mover::drain(double timeout_s, bool close) {
       impl.idle.wait(lock, is_idle);
     }
   }
-  if (close) ended.swap(impl.threads);  // nothing can come any more: whoever still refers to this mover keeps no thread alive
+  if (close)
+    ended.swap(impl.threads);  // nothing can come any more: whoever still refers to this mover keeps no thread alive
   lock.unlock();
   return finished;
 }

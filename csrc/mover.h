@@ -65,7 +65,7 @@ class Mover {
   // kOk: *out is queued and everything in spec will be decided, whatever happens. kQueueFull, kClosed, kPoisoned,
   // kInvalid: nothing was started and nothing of spec was consumed: claims, pins and lease stay the caller's. inbox may
   // be null.
-  Status submit(TransferSpec spec, std::shared_ptr<Inbox> inbox, std::shared_ptr<Transfer>* out);
+  Status submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std::shared_ptr<Transfer>* out);
   // Waits until nothing is queued or running, at most timeout_s; then cancels the rest, and waits for what is being
   // copied.
   // True: all finished without cancelling. With `close` the workers are joined, and submit says kClosed from now on.

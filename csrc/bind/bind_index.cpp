@@ -388,58 +388,65 @@ void bind_index(nb::module_& module) {
           },
           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keep_pages"), nb::arg("tiers"))
       // ---- private slots
-      .def("take_private",
-           [](Index& self, int tier, uint32_t n) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
-             const Tier checked = to_tier(tier);
-             if (n > self.counts(checked).free) return std::nullopt;  // before room is made for the answer
-             std::vector<uint32_t> slots(n);
-             {
-               nb::gil_scoped_release release;
-               if (!self.take_private(checked, n, slots.data())) slots.clear();
-             }
-             if (slots.size() != n) return std::nullopt;
-             return to_numpy(std::move(slots));
-           },
-           nb::arg("tier"), nb::arg("n"))
-      .def("free_private",
-           [](Index& self, int tier, const Array1<uint32_t>& slots) { self.free_private(to_tier(tier), slots.data(), slots.shape(0)); },
-           nb::arg("tier"), nb::arg("slots"), Release())
-      .def("publish_private",
-           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys, uint32_t page, int tier,
-              uint32_t slot) {
-             check_tokens(self, tokens.shape(0), page + size_t{1});
-             if (keys.shape(0) < page + size_t{1}) throw nb::value_error("fewer keys than pages");
-             const std::vector<Key> list = to_keys(keys);
-             PageId published = kNoPage;
-             const ClaimOutcome outcome =
-                 self.publish_private(name_space, tokens.data(), list.data(), page, to_tier(tier), slot, &published);
-             return std::tuple(static_cast<int>(outcome), published);
-           },
-           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("page"), nb::arg("tier"), nb::arg("slot"), Release(),
-           "Return (outcome, page); outcome 1 (new): published, else the slot stays private.")
-      .def("publish_private_many",
-           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys, const Array1<uint32_t>& pages,
-              int tier, const Array1<uint32_t>& slots) {
-             check_same_length(pages.shape(0), slots.shape(0), "pages and slots differ in length");
-             const size_t n = pages.shape(0);
-             const size_t total = n == 0 ? 0 : *std::max_element(pages.data(), pages.data() + n) + size_t{1};
-             check_tokens(self, tokens.shape(0), total);
-             if (keys.shape(0) < total) throw nb::value_error("fewer keys than pages");
-             const Tier checked = to_tier(tier);
-             std::vector<uint8_t> outcomes(n);
-             std::vector<PageId> published(n);
-             {
-               nb::gil_scoped_release release;
-               const std::vector<Key> list = to_keys(keys);
-               for (size_t i = 0; i < n; ++i) {
-                 outcomes[i] = static_cast<uint8_t>(self.publish_private(name_space, tokens.data(), list.data(), pages.data()[i], checked,
-                                                                         slots.data()[i], &published[i]));
-               }
-             }
-             return std::tuple(to_numpy(std::move(outcomes)), to_numpy(std::move(published)));
-           },
-           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("pages"), nb::arg("tier"), nb::arg("slots"),
-           "Return (outcomes uint8[n], ids uint32[n]); outcome 1 (new): published, else the slot stays private.")
+      .def(
+          "take_private",
+          [](Index& self, int tier, uint32_t n) -> std::optional<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>> {
+            const Tier checked = to_tier(tier);
+            if (n > self.counts(checked).free) return std::nullopt;  // before room is made for the answer
+            std::vector<uint32_t> slots(n);
+            {
+              nb::gil_scoped_release release;
+              if (!self.take_private(checked, n, slots.data())) slots.clear();
+            }
+            if (slots.size() != n) return std::nullopt;
+            return to_numpy(std::move(slots));
+          },
+          nb::arg("tier"), nb::arg("n"))
+      .def(
+          "free_private",
+          [](Index& self, int tier, const Array1<uint32_t>& slots) {
+            self.free_private(to_tier(tier), slots.data(), slots.shape(0));
+          },
+          nb::arg("tier"), nb::arg("slots"), Release())
+      .def(
+          "publish_private",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys,
+             uint32_t page, int tier, uint32_t slot) {
+            check_tokens(self, tokens.shape(0), page + size_t{1});
+            if (keys.shape(0) < page + size_t{1}) throw nb::value_error("fewer keys than pages");
+            const std::vector<Key> list = to_keys(keys);
+            PageId published = kNoPage;
+            const ClaimOutcome outcome =
+                self.publish_private(name_space, tokens.data(), list.data(), page, to_tier(tier), slot, &published);
+            return std::tuple(static_cast<int>(outcome), published);
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("page"), nb::arg("tier"), nb::arg("slot"),
+          Release(), "Return (outcome, page); outcome 1 (new): published, else the slot stays private.")
+      .def(
+          "publish_private_many",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys,
+             const Array1<uint32_t>& pages, int tier, const Array1<uint32_t>& slots) {
+            check_same_length(pages.shape(0), slots.shape(0), "pages and slots differ in length");
+            const size_t n = pages.shape(0);
+            const size_t total = n == 0 ? 0 : *std::max_element(pages.data(), pages.data() + n) + size_t{1};
+            check_tokens(self, tokens.shape(0), total);
+            if (keys.shape(0) < total) throw nb::value_error("fewer keys than pages");
+            const Tier checked = to_tier(tier);
+            std::vector<uint8_t> outcomes(n);
+            std::vector<PageId> published(n);
+            {
+              nb::gil_scoped_release release;
+              const std::vector<Key> list = to_keys(keys);
+              for (size_t i = 0; i < n; ++i) {
+                outcomes[i] = static_cast<uint8_t>(self.publish_private(
+                    name_space, tokens.data(), list.data(), pages.data()[i], checked, slots.data()[i], &published[i]));
+              }
+            }
+            return std::tuple(to_numpy(std::move(outcomes)), to_numpy(std::move(published)));
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("pages"), nb::arg("tier"),
+          nb::arg("slots"),
+          "Return (outcomes uint8[n], ids uint32[n]); outcome 1 (new): published, else the slot stays private.")
       // ---- recovery, export, statistics
       .def(
           "recover",

@@ -322,7 +322,8 @@ void bind_volumes(nb::module_& module) {
           },
           nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
           nb::arg("direct_io") = false,
-          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises: OSError where "
+          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises: OSError "
+          "where "
           "a system call failed, RuntimeError where the volume is damaged or another's.")
       .def_prop_ro(
           "header", [](const Volume& self) { return self.header(); }, "A copy of the header.")

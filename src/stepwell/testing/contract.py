@@ -11,8 +11,6 @@ What a page is follows from `geometry`. The checks use what the store uses: the 
 under the real mover. They need no fixtures; a subclass may use its own in `setup_method`.
 """
 
-# ruff: noqa: D102 - the name of a test is its sentence
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
