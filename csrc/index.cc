@@ -197,6 +197,11 @@ class Index::Impl {
     return slot;
   }
 
+  // Whether a claim under this number still holds.
+  bool is_claimed(PageId page, int tier, uint32_t number, Residency as) const {
+    return pages.exists(page) && pages.number(page, tier) == number && pages.residency(page, tier) == as;
+  }
+
   uint32_t next_number(PageId page, int tier) { return ++pages.number(page, tier); }
 
   // ---- rank ------------------------------------------------------------------------------------------------------
@@ -1142,10 +1147,7 @@ Status Index::commit(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
-        in.pages.residency(page, t) != Residency::kArriving) {
-      return Status::kStale;
-    }
+    if (!in.is_claimed(page, t, number, Residency::kArriving)) return Status::kStale;
     in.make_resident(page, t, Move::kCommit);
     return Status::kOk;
   });
@@ -1155,10 +1157,7 @@ Status Index::abort(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
-        in.pages.residency(page, t) != Residency::kArriving) {
-      return Status::kStale;
-    }
+    if (!in.is_claimed(page, t, number, Residency::kArriving)) return Status::kStale;
     in.move(page, t, Move::kAbort);
     in.take_slot(page, t, SlotUse::kFree);
     in.drop_if_dead(page);
@@ -1250,10 +1249,7 @@ Status Index::finish(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
-        in.pages.residency(page, t) != Residency::kLeaving) {
-      return Status::kStale;
-    }
+    if (!in.is_claimed(page, t, number, Residency::kLeaving)) return Status::kStale;
     in.move(page, t, Move::kFinish);
     in.take_slot(page, t, SlotUse::kReturning);
     in.drop_if_dead(page);
@@ -1265,10 +1261,7 @@ Status Index::keep(PageId page, Tier tier, uint32_t number) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
-    if (!in.pages.exists(page) || in.pages.number(page, t) != number ||
-        in.pages.residency(page, t) != Residency::kLeaving) {
-      return Status::kStale;
-    }
+    if (!in.is_claimed(page, t, number, Residency::kLeaving)) return Status::kStale;
     in.make_resident(page, t, Move::kKeep);
     return Status::kOk;
   });

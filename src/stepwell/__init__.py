@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stepwell.hashing import Namespace
     from stepwell.index import Miss, Residency, Tier
     from stepwell.lease import Match
-    from stepwell.mover import Full, SaveOutcome, SaveResult, Transfer
+    from stepwell.mover import Full, Inbox, SaveOutcome, SaveResult, Transfer
     from stepwell.pool import LentPool, PoolPointers, PoolSlice
     from stepwell.sequence import Extended, Sequence
     from stepwell.stats import Stats, TierStats
@@ -46,6 +46,7 @@ __all__ = [
     "Extended",
     "Full",
     "HostTier",
+    "Inbox",
     "LentPool",
     "Match",
     "Miss",
@@ -80,7 +81,7 @@ _HOMES = {
     "hashing": ("Namespace",),
     "index": ("Miss", "Residency", "Tier"),
     "lease": ("Match",),
-    "mover": ("Full", "SaveOutcome", "SaveResult", "Transfer"),
+    "mover": ("Full", "Inbox", "SaveOutcome", "SaveResult", "Transfer"),
     "pool": ("LentPool", "PoolPointers", "PoolSlice"),
     "sequence": ("Extended", "Sequence"),
     "stats": ("Stats", "TierStats"),

@@ -288,25 +288,7 @@ def _lend_opaque(
             f"a row of the pool is {row} bytes{'' if row != geometry.page_bytes else ', not contiguous'}, "
             f"the geometry's page is {geometry.page_bytes} contiguous bytes"
         )
-    writable = bool(array.flags.writeable)
-    pieces = np.array(geometry.layer_bytes, dtype=np.uint64)
-    base = np.uint64(array.ctypes.data) + np.concatenate([[0], np.cumsum(pieces)[:-1]]).astype(np.uint64)
-    ones = np.ones(len(pieces), dtype=np.uint32)
-    zeros = np.zeros(len(pieces), dtype=np.int64)
-    core = _core.Pool(
-        shape,
-        1,
-        base=base,
-        slot_stride=np.full(len(pieces), array.strides[0], dtype=np.int64),
-        outer_stride=zeros,
-        inner_stride=zeros,
-        outer_count=ones,
-        inner_count=ones,
-        piece_bytes=pieces,
-        slots=array.shape[0],
-        writable=writable,
-    )
-    return LentPool(core, (source, array), array.shape[0], fingerprint=shape.fingerprint, writable=writable)
+    return lend_canonical(shape, array, owner=source)
 
 
 def _from_pointers(geometry: PageGeometry, shape: _core.PageShape, given: PoolPointers) -> LentPool:
@@ -342,9 +324,9 @@ def _from_pointers(geometry: PageGeometry, shape: _core.PageShape, given: PoolPo
 
 
 def lend_canonical(
-    shape: _core.PageShape, rows: npt.NDArray[np.uint8], *, owner: object = None
+    shape: _core.PageShape, rows: npt.NDArray[np.generic], *, owner: object = None
 ) -> LentPool:
-    """Describe rows of canonical page bytes, uint8[n, page_bytes], as a pool."""
+    """Describe rows of canonical page bytes, [n, ...] with page_bytes contiguous bytes a row, as a pool."""
     writable = bool(rows.flags.writeable)
     sizes = np.array(shape.layer_bytes, dtype=np.uint64)
     offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64)

@@ -210,7 +210,7 @@ class WorkQueue:
         self.generation = 0
         self.page_bytes = page_bytes
         self.capacity_bytes = capacity_bytes
-        self._lock = threading.Lock()  # guards all below, and every ticket
+        self._lock = threading.RLock()  # guards all below, and every ticket; a collection under it may release one
         self._chunks: deque[Chunk] = deque()
         self._outstanding_bytes = 0
         self._scattered_pages = 0
