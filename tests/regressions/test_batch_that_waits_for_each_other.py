@@ -1,5 +1,5 @@
-"""An engine spun for ever: requests whose prefixes lay in lower tiers each loaded a part of theirs, together more than the
-device holds; whoever was suspended for room came back at once and took it.
+"""An engine spun for ever: requests whose prefixes lay in lower tiers each loaded a part of theirs, together more than
+the device holds; whoever was suspended for room came back at once and took it.
 """
 
 from __future__ import annotations
