@@ -7,6 +7,7 @@ and never names a tier.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from stepwell.demo.transformer import CHUNK_TOKENS, Model
 from stepwell.demo.workload import Request
 
 Tokens = npt.NDArray[np.int32]
+
+IDLE_ROUNDS = 10_000
+"""Rounds in a row without anything to wait for or to compute, after which the engine gives up: a bug, not a load."""
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class Engine:
         self._answers: dict[int, Tokens] = {}
         self._tables = np.zeros((options.batch, model.config.max_pages), dtype=np.int32)
         self._history = history
+        self._is_crowded = False  # a request was suspended for room, and none has finished since
+        self._idle_rounds = 0
         self.preemptions = 0
         self.computed_tokens = 0
         self.rounds = 0
@@ -106,6 +112,7 @@ class Engine:
             if prefill is None and not decodes:
                 self._unblock()
                 continue
+            self._idle_rounds = 0
             self._step(prefill, decodes, record)
             for done in [r for r in self._running if len(r.produced) >= r.request.output_tokens]:
                 self._finish(done, record, on_finished)
@@ -113,6 +120,9 @@ class Engine:
     # ---- admission ------------------------------------------------------------------------------------------------
 
     def _admit(self, waiting: deque[Request], record: Record, replay: Record | None) -> None:
+        if self._is_crowded and self._running:
+            return  # who came back now would take the room that somebody was suspended for
+        self._is_crowded = False
         while self._suspended and len(self._running) < self._options.batch:
             back = self._suspended.popleft()
             back.open_sequence.resume()
@@ -215,11 +225,15 @@ class Engine:
                 stalled[0].open_sequence.compute()
         elif waiting and len(waiting) == len(self._running):
             waiting[0].open_sequence.compute()
-        else:
-            self._store.quiesce(0.05)
+        elif self._store.quiesce(0.05):
+            self._idle_rounds += 1
+            if self._idle_rounds > IDLE_ROUNDS:
+                raise RuntimeError(f"nothing moves and nothing can be computed: {self._running}")
+            threading.Event().wait(0.001)
 
     def _suspend(self, running: Running) -> None:
         self.preemptions += 1
+        self._is_crowded = True
         running.open_sequence.suspend()
         self._running.remove(running)
         self._suspended.appendleft(running)
@@ -295,6 +309,7 @@ class Engine:
         self._store.append([running.open_sequence], np.array([token], dtype=np.int32))
 
     def _finish(self, done: Running, record: Record, on_finished: Callable[[Running], None] | None) -> None:
+        self._is_crowded = False
         done.open_sequence.close()
         self._running.remove(done)
         answer = np.array(done.produced, dtype=np.int32)
