@@ -64,4 +64,4 @@ def test_nothing_of_a_later_source_is_saved_by_an_interrupted_save_of_keys(open_
     assert rig.store.flush(30.0)
     rig.rows[:] = 0
     ok = rig.store.load_keys(keys, into=rig.pool[:8])
-    assert (rig.rows[:8][ok] == 0x22).all()
+    assert (rig.rows[:8][ok] == 0x22).all(), "a page was read from the source after the call had raised"
