@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
 from stepwell.hashing import prefix_hashes
+from stepwell.mover import Transfer
 from stepwell.testing import faults
 from store_kit import PAGE_TOKENS, Rig, assert_unpinned, chain
 
 
 def interrupted_at(point: str, call: Callable[[], object]) -> None:
-    """Send SIGINT to a call that is stopped at a point."""
+    """Send SIGINT to a call whose worker is stopped at a point, once it waits for it."""
+    main = threading.get_ident()
 
     def interrupt() -> None:
         faults.wait_paused(point)
+        while sys._current_frames()[main].f_code is not Transfer.wait.__code__:
+            pass
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
