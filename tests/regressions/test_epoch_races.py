@@ -84,4 +84,5 @@ def test_keys_found_before_a_change_of_epoch_are_not_loaded_after_it(open_rig: C
     keys = prefix_hashes(tokens, page_tokens=PAGE_TOKENS)
     Turned(rig, "match_keys_and_pin", after=lambda: rig.store.set_epoch(2))
     assert not np.any(rig.store.load_keys(keys, into=rig.pool[:8]))
+    assert rig.store.flush(30.0)
     assert rig.store.stats().tiers[Tier.SHARED.name.lower()].pinned == 0
