@@ -57,6 +57,7 @@ struct MatchResult {
   uint32_t pending = 0;  // pages directly behind `pages` that are ARRIVING in a usable tier (or resident behind such a page)
   Miss miss = Miss::kNone;
   std::vector<Span> spans;
+  uint64_t epoch = 0;    // the one that was current when the pages were found
 };
 
 struct TierCounts {
