@@ -1,6 +1,8 @@
 // The index: tree, table, ranks, slots, claims and leases together, under one mutex. See index.h.
 #include "index.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -132,6 +134,7 @@ class Index::Impl {
   std::vector<PageId> touches;  // ends of paths, in call order
   uint64_t touched_pages = 0;
   std::atomic<bool> poisoned{false};
+  const pid_t pid = ::getpid();
   mutable std::vector<NodeId> path;  // scratch of path_to()
 
   // Runs f under the mutex; an assertion that fails in it poisons the index.
@@ -820,6 +823,7 @@ MatchResult Index::match_and_pin(uint32_t name_space, const int32_t* tokens, uin
       hash_from = found.hash_from;
       if (found.wants_hashes) return;
       is_done = true;
+      result.epoch = in.epoch;
       result.pages = found.usable;
       result.pending = found.pending;
       result.miss = found.miss;
@@ -870,6 +874,7 @@ MatchResult Index::match_keys_and_pin(const Key* keys, uint32_t count, uint8_t k
   check_keys(keys, count);
   return in.locked([&] {
     MatchResult result;
+    result.epoch = in.epoch;
     if (in.poisoned.load(std::memory_order_relaxed)) {
       result.miss = Miss::kPoisoned;
       return result;
@@ -951,6 +956,8 @@ void Index::retain(uint64_t lease) {
 
 bool Index::release(uint64_t lease_id) {
   Impl& in = *impl_;
+  // A forked child drops what it inherited: the mutex may be held there for good, and the pins are the parent's.
+  if (in.pid != ::getpid()) return false;
   return in.locked([&] {
     Lease* lease = in.find_lease(lease_id);
     if (lease == nullptr) return false;

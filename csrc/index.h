@@ -60,6 +60,7 @@ struct MatchResult {
   uint32_t pending = 0;
   Miss miss = Miss::kNone;
   std::vector<Span> spans;
+  uint64_t epoch = 0;  // the one that was current when the pages were found
 };
 
 struct TierCounts {

@@ -54,13 +54,14 @@ Status VolumeSet::finish_write(uint32_t slot, const Label& label, const uint32_t
   return volume == nullptr ? Status::kInvalid : volume->finish_write(slot & kSlotMask, label, checksums, target);
 }
 
+// Not under a pin, as reads and writes are: the volume is kept until its record is written, whoever removes it meanwhile.
 Status VolumeSet::retire(uint32_t slot) noexcept {
-  Volume* volume = volume_of(slot);
+  const std::shared_ptr<Volume> volume = get(slot >> kSlotBits);
   return volume == nullptr ? Status::kInvalid : volume->retire(slot & kSlotMask);
 }
 
 Status VolumeSet::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {
-  Volume* volume = volume_of(slot);
+  const std::shared_ptr<Volume> volume = get(slot >> kSlotBits);
   return volume == nullptr ? Status::kInvalid : volume->rewrite_and_check(slot & kSlotMask, scratch);
 }
 

@@ -122,6 +122,7 @@ void bind_index(nb::module_& module) {
       .def_ro("lease", &MatchResult::lease)
       .def_ro("pages", &MatchResult::pages)
       .def_ro("pending", &MatchResult::pending)
+      .def_ro("epoch", &MatchResult::epoch, "The epoch that was current when the pages were found.")
       .def_prop_ro("miss", [](const MatchResult& self) { return static_cast<int>(self.miss); })
       .def_prop_ro(
           "spans",

@@ -19,13 +19,10 @@ class Match:
     Threads: any one at a time. Ends by close(), by leaving the `with` block, or when it is dropped.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_epoch", "_index", "_page_tokens", "_result")
+    __slots__ = ("__weakref__", "_closed", "_index", "_page_tokens", "_result")
 
-    def __init__(
-        self, index: Index, result: MatchResult, page_tokens: int, *, epoch: int | None = None
-    ) -> None:
+    def __init__(self, index: Index, result: MatchResult, page_tokens: int) -> None:
         self._index = index
-        self._epoch = index.epoch if epoch is None else epoch
         self._result = result
         self._page_tokens = page_tokens
         self._closed = False
@@ -66,7 +63,7 @@ class Match:
     @property
     def epoch(self) -> int:
         """The epoch that its pages were found under."""
-        return self._epoch
+        return self._result.epoch
 
     @property
     def closed(self) -> bool:

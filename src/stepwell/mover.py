@@ -209,9 +209,9 @@ class Transfer:
         if self._deadline_at is not None:
             left = max(0.0, self._deadline_at - self._clock.monotonic())
             limit = left if limit is None else min(limit, left)
-        if core.wait(limit):
+        if core.wait(limit) or self.enforce_deadline():
             return True
-        return self.enforce_deadline()
+        return core.done  # it may have ended between the two
 
     def enforce_deadline(self) -> bool:
         """Close the gate if the deadline has passed. True if it is closed: then no byte can land any more."""

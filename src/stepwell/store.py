@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -78,6 +79,7 @@ _PENDING: Final = int(ClaimOutcome.PENDING)
 _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
+_DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
 _RECORDS_AHEAD: Final = 8192
 """Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
 
@@ -128,6 +130,7 @@ class PageStore:
         self._shape = _core.PageShape(list(geometry.layer_bytes), self._fingerprint)
         self._epoch = epoch_number(config.epoch)
         self._epoch_turns = 0
+        self._turning = threading.Lock()  # one change of the epoch at a time
         self._index = Index(geometry.page_tokens)
         self._index.set_epoch(self._epoch)
         self._counters = Counters()
@@ -196,7 +199,7 @@ class PageStore:
 
         Cost: hashing 4-8 ns a token, one walk; the copies happen on the mover's threads.
         """
-        mover = self._use()
+        mover, turn = self._use(), self._epoch_turns
         checked = as_tokens(tokens)
         pages = checked.size // self._page_tokens
         self._check_slice("source", source)
@@ -225,7 +228,7 @@ class PageStore:
         saved, present, pending = self._tally(outcomes[:looked_at])
         refused = pages - looked_at
         transfer = self._submit_save(
-            mover, batch.pages, outcomes, batch.slots, batch.numbers, source, inbox=inbox
+            mover, batch.pages, outcomes, batch.slots, batch.numbers, source, turn, inbox=inbox
         )
         if transfer is None:
             refused, saved = refused + saved, 0
@@ -256,9 +259,8 @@ class PageStore:
         self._use()
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
-        epoch = self._epoch  # before the pages are looked up: a match is never taken for one of a later epoch
         result = self._index.match_and_pin(name_space, checked, self._readable())
-        match = Match(self._index, result, self._page_tokens, epoch=epoch)
+        match = Match(self._index, result, self._page_tokens)
         asked = checked.size // self._page_tokens
         found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
         self._counters.looked_up(asked, found, match.miss, result.pending)
@@ -290,6 +292,7 @@ class PageStore:
             LeaseClosedError, GeometryError, StepwellUsageError: nothing was started.
         """
         mover = self._use()
+        _check_seconds("deadline", deadline)
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
         self._check_target(into)
@@ -335,6 +338,7 @@ class PageStore:
         mover = self._use()
         checked = as_keys(keys)
         _check_kind(kind)
+        _check_seconds("lease", lease)
         result = self._index.match_keys_and_pin(checked, kind, self._readable())
         match = Match(self._index, result, self._page_tokens)
         ids, tiers, slots = match.locations()
@@ -367,30 +371,39 @@ class PageStore:
         self._check_target(into)
         if len(into) != len(checked):
             raise GeometryError(f"{len(checked)} keys, the target names {len(into)} slots")
+        _check_seconds("deadline", deadline)
         ok = np.zeros(len(checked), dtype=np.bool_)
         limit = None if deadline is None else self._clock.monotonic() + deadline
         running: list[tuple[int, Transfer]] = []
         at = 0
-        while at < len(checked):
-            result = self._index.match_keys_and_pin(checked[at:], kind, self._readable())
-            with Match(self._index, result, self._page_tokens) as match:
-                if result.pages:
-                    ids, tiers, slots = match.locations()
-                    left = None if limit is None else max(0.0, limit - self._clock.monotonic())
-                    part = into[at : at + result.pages]
-                    running.append(
-                        (
-                            at,
-                            self._load_lease(
-                                mover, match.lease_id(), ids, tiers, slots, part, layer_order=False, deadline=left
-                            ),
-                        )
-                    )
-            at += result.pages + 1
-        for first, transfer in running:
-            transfer.wait()
-            ok[first : first + transfer.pages] = transfer.ok
+        try:
+            while at < len(checked):
+                result = self._index.match_keys_and_pin(checked[at:], kind, self._readable())
+                with Match(self._index, result, self._page_tokens) as match:
+                    if result.pages:
+                        left = None if limit is None else max(0.0, limit - self._clock.monotonic())
+                        running.append((at, self._load_found(mover, match, into[at : at + result.pages], left)))
+                at += result.pages + 1
+            for first, transfer in running:
+                transfer.wait()
+                ok[first : first + transfer.pages] = transfer.ok
+        except BaseException:  # ctrl-C, for one: the memory is the caller's again when we leave
+            for _, transfer in running:
+                transfer.revoke()
+                transfer.cancel()
+            raise
         return ok
+
+    def _load_found(self, mover: _core.Mover, match: Match, into: PoolSlice, deadline: float | None) -> Transfer:
+        """Start loading all pages of a match by keys; one of another epoch by now is revoked."""
+        ids, tiers, slots = match.locations()
+        transfer = self._load_lease(
+            mover, match.lease_id(), ids, tiers, slots, into, layer_order=False, deadline=deadline
+        )
+        if match.epoch != self._epoch:
+            transfer.revoke()
+            transfer.cancel()
+        return transfer
 
     def save_keys(
         self,
@@ -412,9 +425,10 @@ class PageStore:
         Returns:
             uint8[n] of SaveOutcome: stored, present, refused.
         """
-        mover = self._use()
+        mover, turn = self._use(), self._epoch_turns
         checked = as_keys(keys)
         _check_kind(kind)
+        _check_seconds("deadline", deadline)
         self._check_slice("source", source)
         if len(source) != len(checked):
             raise GeometryError(f"{len(checked)} keys, the source names {len(source)} slots")
@@ -438,9 +452,14 @@ class PageStore:
         new = (batch.outcomes == _NEW).any(axis=1)
         here = (batch.outcomes == _PRESENT).any(axis=1) | (batch.outcomes == _PENDING).any(axis=1)
         result[here & ~new] = SaveOutcome.PRESENT
-        transfer = self._submit_save(mover, batch.pages, batch.outcomes, batch.slots, batch.numbers, source)
+        transfer = self._submit_save(mover, batch.pages, batch.outcomes, batch.slots, batch.numbers, source, turn)
         if transfer is not None:
-            if not transfer.wait(deadline):
+            try:
+                is_done = transfer.wait(deadline)
+            except BaseException:  # ctrl-C, for one: the source is the caller's again when we leave
+                transfer.revoke()
+                raise
+            if not is_done:
                 transfer.revoke()
             if transfer.pages:
                 landed = transfer.ok
@@ -550,10 +569,12 @@ class PageStore:
         """
         self._use()
         number = epoch_number(epoch)
-        with self._sequences.lock if self._sequences is not None else contextlib.nullcontext():
+        with self._turning, self._sequences.lock if self._sequences is not None else contextlib.nullcontext():
+            # In this order: what a save claims under the new epoch finds the turn counted, and a match of pages of the
+            # old one is never taken for one of the new.
             self._epoch_turns += number != self._epoch
-            self._epoch = number
             self._index.set_epoch(number)
+            self._epoch = number
         for tier in self._tiers.values():
             tier.set_epoch(number)
         with self._lock:
@@ -605,17 +626,27 @@ class PageStore:
                 if ids.size == 0:
                     break
                 after = int(ids[-1])
-                plan = Plan.empty(ids)
-                plan.roles[:, tier], plan.slots[:, tier] = SOURCE, slots
-                plan.roles[:, POOL_COLUMN], plan.slots[:, POOL_COLUMN] = SINK, np.arange(ids.size)
-                transfer = self._submit(mover, plan, pool=pool, work_class=WorkClass.DEMOTE)
-                if transfer is None:
+                transfer: Transfer | None = None
+                try:
+                    plan = Plan.empty(ids)
+                    plan.roles[:, tier], plan.slots[:, tier] = SOURCE, slots
+                    plan.roles[:, POOL_COLUMN], plan.slots[:, POOL_COLUMN] = SINK, np.arange(ids.size)
+                    transfer = self._submit(mover, plan, pool=pool, work_class=WorkClass.DEMOTE)
+                    if transfer is not None:
+                        transfer.wait()
+                except BaseException:  # ctrl-C, for one
+                    if transfer is not None:
+                        transfer.cancel()
+                    raise
+                finally:
                     self._index.unpin_pages(ids)
+                self._use()  # closed meanwhile: not all was read
+                if transfer is None:
                     raise StepwellUsageError("the mover's queue is full; verify again when it is quieter")
-                transfer.wait()
-                self._index.unpin_pages(ids)
-                total += ids.size
-                damaged += int((~transfer.ok).sum())
+                status = transfer.status
+                bad = int(np.isin(status, _DAMAGED).sum())
+                total += int((status == _core.Status.ok.value).sum()) + bad  # the rest was cancelled, not read
+                damaged += bad
         return VerifyResult(total, damaged)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -854,10 +885,14 @@ class PageStore:
         slots: npt.NDArray[np.uint32],
         numbers: npt.NDArray[np.uint32],
         source: PoolSlice,
+        turn: int,
         *,
         inbox: Inbox | None = None,
     ) -> Transfer | None:
-        """Submit the pages that have a new claim; None: refused, and every claim is returned."""
+        """Submit the pages that have a new claim; None: refused, and every claim is returned.
+
+        Where the epoch has turned since `turn` they are: their bytes are of weights that their claims may not be of.
+        """
         new = outcomes == _NEW
         rows = np.flatnonzero(new.any(axis=1))
         if rows.size == 0:
@@ -872,7 +907,11 @@ class PageStore:
         plan.roles[from_shared, Tier.SHARED] = SOURCE
         plan.roles[~from_shared, POOL_COLUMN] = SOURCE
         plan.slots[:, POOL_COLUMN] = source.slots[rows]
-        transfer = self._submit(mover, plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox)
+        transfer = None
+        if turn == self._epoch_turns:
+            transfer = self._submit(
+                mover, plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox
+            )
         if transfer is None:
             self._abort_claims(plan)
             self._index.unpin_pages(plan.pages)
@@ -1160,6 +1199,11 @@ class PageStore:
             bytes_read=moved["bytes_read"][tier],
             bytes_written=moved["bytes_written"][tier],
         )
+
+
+def _check_seconds(name: str, seconds: float | None) -> None:
+    if seconds is not None and math.isnan(seconds):
+        raise StepwellUsageError(f"{name}: {seconds} is no number of seconds; nothing would ever be later")
 
 
 def _check_kind(kind: int) -> None:

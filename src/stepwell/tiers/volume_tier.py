@@ -29,13 +29,16 @@ _LOG = logging.getLogger("stepwell")
 SLOT_BITS: Final = 20
 LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at what neighbours lack: each is a scan; a busy store's rounds come faster."""
+LEAVE_PATIENCE: Final = 0.5
+"""Seconds after which a volume that was to be given back and cannot is passed over for another."""
 GROW_RETRY: Final = 2.0
 """Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One volume in use. slots are [base, base + count) of the index. is_leaving: it is being given back."""
+    """One volume in use. slots are [base, base + count) of the index. is_leaving: it is being given back, since a time of
+    the store's clock."""
 
     held: HeldVolume
     volume: _core.Volume
@@ -43,6 +46,7 @@ class Member:
     base: int
     count: int
     is_leaving: bool = False
+    leaving_since: float = 0.0
 
 
 class VolumeTier:
@@ -122,12 +126,16 @@ class VolumeTier:
         self._directory.open()
         pages = freed = 0
         try:
-            for held in self._directory.adopt():
-                found = self._attach(held, index)
+            adopted = self._directory.adopt()
+            for held in adopted:
+                try:
+                    found = self._attach(held, index)
+                except VolumeError as error:
+                    _LOG.warning("not adopted: %s", error)
+                    continue
                 pages += found.pages
                 freed += found.freed
-            if not self._members:
-                self._grow(index)
+            self._grow_past_unusable(index, len(adopted))
         except BaseException:
             self.close(index)
             raise
@@ -181,6 +189,17 @@ class VolumeTier:
         self._attach(taken, index)
         return True
 
+    def _grow_past_unusable(self, index: Index, most: int) -> None:
+        """Have a volume if there is room for one; those that cannot be used, `most` of them, are removed on the way."""
+        for _ in range(most + 1):
+            if self._members:
+                return
+            try:
+                self._grow(index)
+                return
+            except VolumeError as error:
+                _LOG.warning("not adopted: %s", error)
+
     def _may_try_to_grow(self) -> bool:
         if self._directory.lacking_bytes > 0:
             return True  # a neighbour may have given back since
@@ -191,6 +210,8 @@ class VolumeTier:
         header = held.header
         assert isinstance(header, _core.VolumeHeader), "the directory was opened with CoreHeaders"
         try:
+            if header.slots > 1 << SLOT_BITS:
+                raise RuntimeError(f"{header.slots} slots are more than the {1 << SLOT_BITS} of a volume in use")
             volume = _core.Volume(
                 self._shape,
                 header,
@@ -271,15 +292,18 @@ class VolumeTier:
                     self._tier.name.lower(),
                     member.held.volume_id,
                 )
-                member.is_leaving = True
+                member.is_leaving, member.leaving_since = True, self._clock.monotonic()
                 index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
 
     def _start_leaving(self, index: Index) -> None:
         """Choose the volume of lowest rank and take it out of service."""
+        now = self._clock.monotonic()
         staying = [member for member in self._members.values() if not member.is_leaving]
-        if len(staying) < len(self._members) or not staying:
-            return  # one at a time
+        leaving = [member for member in self._members.values() if member.is_leaving]
+        # One at a time; one that does not come free (pinned, or its slots beyond mending) is not waited for.
+        if not staying or any(now - member.leaving_since < LEAVE_PATIENCE for member in leaving):
+            return
         order = index.rank_order(self._tier)
         position = np.arange(order.size)
         numbers = order >> SLOT_BITS
@@ -289,7 +313,7 @@ class VolumeTier:
             return float(mine.mean()) if mine.size else -1.0
 
         lowest = min(staying, key=rank)
-        lowest.is_leaving = True
+        lowest.is_leaving, lowest.leaving_since = True, now
         index.close_slots(self._tier, lowest.base)
         self._finish_leaving(index)
 
