@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from stepwell.config import StoreConfig
 from stepwell.testing import faults
 from store_kit import Directories, Rig, assert_unpinned, assert_whole
+
+# How long an example takes is the machine's matter, not the test's.
+settings.register_profile("stepwell", deadline=None)
+settings.load_profile("stepwell")
 
 
 def _sw_threads() -> list[str]:

@@ -94,6 +94,8 @@ def __getattr__(name: str) -> object:
     """Import a public name from its home on first use, and keep it."""
     if name == "errors":
         return import_module("stepwell.errors")
+    if name == "__version__":
+        return import_module("importlib.metadata").version("stepwell")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
@@ -104,4 +106,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """List the public face."""
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +45,17 @@ def _positive(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0 only when all is well."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    for what, path in (("--trace", options.trace), ("--directory", options.directory)):
+        try:
+            if path is not None and what == "--trace":
+                with open(path, "rb"):
+                    pass
+            elif path is not None:
+                os.makedirs(path, mode=0o700, exist_ok=True)
+        except OSError as error:
+            parser.error(f"{what} {path}: {error.strerror}")
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"stepwell demo needs {' and '.join(missing)}: pip install 'stepwell[demo]'", file=sys.stderr)

@@ -123,6 +123,14 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Raises:
             StepwellUsageError: a value out of range; BudgetError: a capacity that can hold nothing.
         """
+        for name, given, wanted in (
+            ("geometry", self.geometry, PageGeometry),
+            ("device", self.device, DeviceTier),
+            ("shared", self.shared, SharedTier),
+            ("disk", self.disk, DiskTier),
+        ):
+            if given is not None and not isinstance(given, wanted):
+                raise StepwellUsageError(f"{name}: {given!r} is no {wanted.__name__}; give {wanted.__name__}(...)")
         if all(tier is None for tier in (self.device, self.host, self.shared, self.disk)):
             raise StepwellUsageError("no tier: give at least one of device, host, shared, disk")
         if self.device is not None and self.device.pages < 1:
@@ -130,6 +138,13 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.device is not None and self.host is None:
             raise StepwellUsageError(
                 "device: pages are staged through host memory on their way to the device; give host, e.g. '256MiB'"
+            )
+        for name, path in (("shared", self.shared and self.shared.path), ("disk", self.disk and self.disk.path)):
+            if path is not None and not path:
+                raise StepwellUsageError(f"{name}: the path is empty; name a directory")
+        if self.shared is not None and self.disk is not None and _same(self.shared.path, self.disk.path):
+            raise StepwellUsageError(
+                f"shared and disk both lie in {self.disk.path}; give each a directory of its own"
             )
         page = self.geometry.page_bytes
         for name, capacity in (
@@ -164,6 +179,11 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             return None
         capacity = self.host.capacity if isinstance(self.host, HostTier) else self.host
         return parse_size(capacity, name="host.capacity")
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two paths are one directory, however they are spelt."""
+    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 def _capacity(tier: SharedTier | DiskTier | None, name: str) -> int | None:

@@ -96,6 +96,10 @@ class LentPool:
             StepwellUsageError: a slot outside the pool, or named twice.
         """
         if isinstance(slots, slice):
+            if slots.stop is not None and slots.stop > self._slots:
+                raise StepwellUsageError(
+                    f"slots: {slots.start or 0}:{slots.stop} ends outside the pool's 0..{self._slots - 1}"
+                )
             chosen = np.arange(*slots.indices(self._slots), dtype=np.int64)
         else:
             given = np.asarray(slots)

@@ -106,8 +106,8 @@ class VerifyResult:
 class PageStore:
     """Keep pages of KV cache in tiers, and find them by prefix.
 
-    Invariants: design.md 7. A lookup returns right bytes or a miss; what is pinned stays; per tier free + arriving +
-    resident + leaving + quarantined = capacity.
+    Invariants: those of README, "How it works". A lookup returns right bytes or a miss; what is pinned stays; per tier
+    free + arriving + resident + leaving + quarantined = capacity.
 
     Threads: any, all calls. Not usable in a forked child (ForkedError): use spawn.
     A context manager: close() finishes or cancels what runs, within config.close_timeout.
@@ -118,6 +118,8 @@ class PageStore:
 
     def __init__(self, config: StoreConfig, *, clock: Clock | None = None) -> None:
         self._keeper: Keeper | None = None  # last to come: with it the store is open
+        if not isinstance(config, StoreConfig):
+            raise StepwellUsageError(f"config: give a StoreConfig, not {type(config).__name__}")
         self._config = config.checked()
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._pid = os.getpid()
@@ -828,6 +830,11 @@ class PageStore:
         return self._mover
 
     def _check_slice(self, name: str, given: PoolSlice) -> None:
+        if not isinstance(given, PoolSlice):
+            raise StepwellUsageError(
+                f"{name}: give slots of a lent pool, `pool = store.lend(array)` and then `pool[slots]`, "
+                f"not {type(given).__name__}"
+            )
         if given.pool.fingerprint != self._fingerprint:
             raise GeometryError(
                 f"{name}: the pool was lent for the geometry {given.pool.fingerprint.hex()[:16]}, "
@@ -842,6 +849,10 @@ class PageStore:
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: Namespace | None) -> tuple[int, bytes | None]:
+        if namespace is not None and not isinstance(namespace, Namespace):
+            raise StepwellUsageError(
+                f"namespace: {namespace!r} is no Namespace; give e.g. stepwell.Namespace(salt={namespace!r})"
+            )
         seed = None if namespace is None else namespace.seed()
         with self._lock:
             known = self._namespaces.get(seed)

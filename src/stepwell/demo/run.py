@@ -7,6 +7,7 @@ printed and the exit code is 1.
 from __future__ import annotations
 
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -119,6 +120,8 @@ class Acts:
         self, scenario: Scenario, title: str, *, expect_kill: bool = False
     ) -> Iterator[Iterator[dict[str, object]]]:
         task = self._progress.add_task(title, total=scenario.requests)
+        if not self._progress.console.is_terminal:
+            self._progress.console.print(f"{title} ...", highlight=False)
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 [
@@ -153,12 +156,12 @@ class Acts:
             finally:
                 code = process.wait()
                 process.stdout.close()
-                self._progress.update(task, completed=scenario.requests)
-            if expect_kill and code != -9:
-                raise ActError(f"{title}: expected to end by SIGKILL, ended with {code}")
+            errors.seek(0)
+            said = errors.read()[-4000:]
+            if expect_kill and code != -signal.SIGKILL:
+                raise ActError(f"{title}: expected to end by SIGKILL, ended with {code}\n{said}")
             if not expect_kill and code != 0:
-                errors.seek(0)
-                raise ActError(f"{title}: exit code {code}\n{errors.read()[-4000:]}")
+                raise ActError(f"{title}: exit code {code}\n{said}")
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -168,6 +171,9 @@ def run_demo(options: DemoOptions) -> int:
         console = Console(stderr=options.as_json, width=120)
     started = time.perf_counter()
     with ExitStack() as stack:
+        # Ended from outside, the demo takes its serving process and its shared memory with it.
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        stack.callback(signal.signal, signal.SIGTERM, before)
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepwell-demo-")))
         disk = Path(options.directory) if options.directory else work / "disk"
         shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -344,7 +350,7 @@ def _print(console: Console, report: Report) -> None:
 def _tier_table(served: Summary, report: Report) -> Table:
     """Show per tier what was reused, what moved, and how long the first token took beside recomputing it."""
     recomputed = {one.request: one.first_token for one in report.runs["recompute"].served}
-    table = Table(title="by the tier in which most of the prefix was found")
+    table = Table(title="all acts with tiers, by the tier in which most of the prefix was found")
     for column in ("tier", "requests", "tokens", "MB read", "MB written", "load ms", "first token ms", "recomputed ms"):
         table.add_column(column, justify="left" if column == "tier" else "right")
     everything = [*served.served, *report.runs["shared"].served, *report.runs["disk"].served]

@@ -9,6 +9,7 @@ Slot numbers are volume number << 20 | slot, so that a volume is one range of sl
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -37,8 +38,10 @@ GROW_RETRY: Final = 2.0
 
 @dataclass(slots=True)
 class Member:
-    """One volume in use. slots are [base, base + count) of the index. is_leaving: it is being given back, since a time of
-    the store's clock."""
+    """One volume in use. slots are [base, base + count) of the index.
+
+    is_leaving: it is being given back, since a time of the store's clock.
+    """
 
     held: HeldVolume
     volume: _core.Volume
@@ -84,7 +87,7 @@ class VolumeTier:
         self._machine = machine if machine is not None else Machine(clock=clock)
         self._directory = TierDirectory(
             DirectoryConfig(
-                path=config.path,
+                path=os.path.expanduser(config.path),
                 medium="shared" if tier is Tier.SHARED else "disk",
                 capacity_bytes=parse_size(config.capacity, name=f"{name}.capacity"),
                 volume_bytes=volume_bytes(config, name=name),
@@ -136,6 +139,13 @@ class VolumeTier:
                 pages += found.pages
                 freed += found.freed
             self._grow_past_unusable(index, len(adopted))
+            if not self._members:
+                name = self._tier.name.lower()
+                _LOG.warning(
+                    f"{name} tier: {self._directory.path} has no room for a volume of {self._directory.volume_bytes} "
+                    f"bytes now, other processes hold it all; pages are refused until one gives back. Raise "
+                    f"{name}.capacity, or lower {name}.volume_bytes so that each process has a share"
+                )
         except BaseException:
             self.close(index)
             raise
