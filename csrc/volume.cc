@@ -143,6 +143,10 @@ Volume::~Volume() {
   file::unmap(mapping_, header_.metadata_bytes);
 }
 
+void Volume::look_at_handler() noexcept {
+  if (by_mapping() && !guard::is_ours()) leave_mapping();
+}
+
 // --- metadata, by mapping or by descriptor
 
 Status Volume::read_metadata(uint64_t offset, void* out, size_t bytes) const noexcept {
@@ -198,6 +202,7 @@ Status Volume::skip_ring() noexcept {
 
 Status Volume::prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept {
   if (slot >= header_.slots) return Status::kInvalid;
+  look_at_handler();
   std::array<std::byte, kRecordBytes> bytes;
   if (Status status = read_metadata(record_offset(slot), bytes.data(), bytes.size()); status != Status::kOk)
     return status;
@@ -236,6 +241,7 @@ Status Volume::make_odd(uint32_t slot, uint64_t* odd) noexcept {
 
 Status Volume::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept {
   if (slot >= header_.slots) return Status::kInvalid;
+  look_at_handler();
   if (fails("volume.begin")) return Status::kIOError;
   uint64_t odd = 0;
   if (Status status = make_odd(slot, &odd); status != Status::kOk) return status;
@@ -300,6 +306,7 @@ Status Volume::finish_write(uint32_t slot, const Label& label, const uint32_t* c
 
 Status Volume::retire(uint32_t slot) noexcept {
   if (slot >= header_.slots) return Status::kInvalid;
+  look_at_handler();
   if (fails("volume.retire")) return Status::kIOError;
   uint64_t generation = 0;
   if (Status status = load_generation(slot, &generation); status != Status::kOk) return status;

@@ -397,7 +397,10 @@ class PageStore:
         return ok
 
     def _load_found(self, mover: _core.Mover, match: Match, into: PoolSlice, deadline: float | None) -> Transfer:
-        """Start loading all pages of a match by keys; one of another epoch by now is revoked."""
+        """Start loading all pages of a match by keys, unless it is of another epoch by now."""
+        if match.epoch != self._epoch:
+            self._counters.missed("epoch", match.pages)
+            return _RefusedLoad(_core.Status.cancelled, self._clock, pages=match.pages)
         ids, tiers, slots = match.locations()
         transfer = self._load_lease(
             mover, match.lease_id(), ids, tiers, slots, into, layer_order=False, deadline=deadline
@@ -840,6 +843,8 @@ class PageStore:
                 f"{name}: the pool was lent for the geometry {given.pool.fingerprint.hex()[:16]}, "
                 f"this store's is {self._fingerprint.hex()[:16]}; lend it to this store"
             )
+        if len(given) and not (0 <= given.slots.min() and given.slots.max() < given.pool.slots):
+            raise StepwellUsageError(f"{name}: slots are not all within the pool's 0..{given.pool.slots - 1}")
 
     def _check_target(self, into: PoolSlice) -> None:
         self._check_slice("into", into)
