@@ -126,6 +126,7 @@ class Index::Impl {
   std::array<PageId, kTiers> last_old{kNoPage, kNoPage, kNoPage, kNoPage};
   std::array<std::vector<PageId>, kTiers> quarantined;
   std::vector<Namespace> namespaces;
+  std::map<std::pair<bool, std::array<uint8_t, kDigestBytes>>, uint32_t> namespace_ids;
   std::map<std::pair<uint32_t, uint64_t>, NodeId> roots;  // (namespace, epoch)
   uint64_t epoch = 0;
   std::vector<Lease> leases;
@@ -756,12 +757,10 @@ uint32_t Index::open_namespace(const uint8_t* seed) {
     Namespace space;
     space.has_seed = seed != nullptr;
     if (seed != nullptr) std::memcpy(space.seed.data(), seed, kDigestBytes);
-    std::vector<Namespace>& all = impl_->namespaces;
-    for (uint32_t i = 0; i < all.size(); ++i) {
-      if (all[i].has_seed == space.has_seed && all[i].seed == space.seed) return i;
-    }
-    all.push_back(space);
-    return static_cast<uint32_t>(all.size() - 1);
+    const auto [known, is_new] =
+        impl_->namespace_ids.try_emplace({space.has_seed, space.seed}, static_cast<uint32_t>(impl_->namespaces.size()));
+    if (is_new) impl_->namespaces.push_back(space);
+    return known->second;
   });
 }
 

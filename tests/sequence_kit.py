@@ -294,7 +294,7 @@ def engines(directories: Directories) -> Iterator[MakeEngine]:
         yield make
         for store in opened:
             if not store.closed:
-                for sequence in list(store._sequences._open):
+                for sequence in store._sequences._each_open():
                     sequence.close()
                 if store.device.is_reset:
                     store.device.renew()

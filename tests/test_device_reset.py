@@ -52,7 +52,7 @@ def test_whatever_was_in_flight_a_failed_step_loses_the_device_alone(
         assert store.stats().tiers["device"].resident == 0
         assert (sequence.ready, sequence.loading, sequence.pending) == (0, 0, 0)
         store.device.renew()
-    for other in list(store._sequences._open):
+    for other in store._sequences._each_open():
         if other is not sequence:
             other.close()
     resumed(engine, sequence)

@@ -114,7 +114,7 @@ def test_a_prefix_is_promoted_from_each_tier(make_engine: MakeEngine, where: Tie
     evict_all(engine.store, Tier.DEVICE)
     if where is Tier.HOST:
         engine.settle(engine.open(tokens))
-        for sequence in list(engine.store._sequences._open):
+        for sequence in engine.store._sequences._each_open():
             sequence.close()
         evict_all(engine.store, Tier.DEVICE)
     elif where is Tier.DISK:
@@ -134,7 +134,7 @@ def test_a_prefix_that_lies_in_all_tiers_is_counted_where_each_page_was_found(ma
     engine.cache(tokens)
     store.evict(Tier.DEVICE, 6)  # the deepest leave first: 3 stay on the device
     engine.settle(engine.open(tokens[:21]))  # 5 pages: two of them through host memory
-    for sequence in list(store._sequences._open):
+    for sequence in store._sequences._each_open():
         sequence.close()
     store.evict(Tier.DEVICE, 2)
     store.evict(Tier.SHARED, 2)  # 7 left in shared memory, two on disk alone
@@ -793,7 +793,7 @@ def test_whatever_is_in_flight_everything_is_returned_once(
             assert sequence.missing == sequence.tokens.size
         end(sequence)
         assert store.check() == ""
-        for other in list(store._sequences._open):
+        for other in store._sequences._each_open():
             if other is not sequence:
                 other.close()
     if sequence.closed:

@@ -14,8 +14,10 @@ device pool's steps. Whatever is in flight, close and abort return everything ex
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
@@ -144,7 +146,8 @@ class Sequence:
 
     Invariants: its block names one device slot a page, each pinned or private to this sequence; pages below `ready`
     hold their tokens' KV; ready + loading + pending + missing = tokens.
-    Threads: the engine's. A context manager; close() is idempotent and returns everything once.
+    Threads: the engine's. A context manager; close() is idempotent and returns everything once. One that is dropped is
+    closed by the next step or drain.
     """
 
     __slots__ = (
@@ -301,6 +304,11 @@ class Sequence:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # A collection may come at any point of any thread: nothing is done here that takes a lock.
+        if getattr(self, "_state", _State.CLOSED) is not _State.CLOSED:
+            self._owner.dropped(self)
+
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.request_id or ''} {self._state.value}, {self._length} tokens: {self.ready} ready, "
@@ -381,7 +389,9 @@ class Sequences:
         self._rows = slab.view()
         self._shape = shape
         self._is_mending = False  # pages of a lost pool were pinned; their slots come back when they no longer are
-        self._open: dict[Sequence, None] = {}  # in the order of opening: the first gets room first
+        # In the order of opening: the first gets room first. Weak, so that one that is dropped comes to `_dropped`.
+        self._open: dict[int, weakref.ref[Sequence]] = {}
+        self._dropped: collections.deque[Sequence] = collections.deque()
         self._gathers: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
         self._unlanded: list[_Gather] = []  # GUARDED_BY(_landed)
         self._landed = threading.Condition()
@@ -397,7 +407,7 @@ class Sequences:
         """Open a sequence; never waits."""
         sequence = Sequence(self, tokens, name_space, seed, request_id)
         with self.lock:
-            self._open[sequence] = None
+            self._open[id(sequence)] = weakref.ref(sequence)
             self._look(sequence, is_first=True)
         return sequence
 
@@ -485,7 +495,7 @@ class Sequences:
         """Whether something is under way that will free slots."""
         return (
             self._is_mending
-            or any(sequence._promotions for sequence in self._open)
+            or any(sequence._promotions for sequence in self._each_open())
             or any(self._index.counts(tier)["arriving"] for tier in _LOWER_TIERS)
         )
 
@@ -802,10 +812,12 @@ class Sequences:
         self._collect()
 
     def _collect(self) -> None:
-        """Move every promotion on."""
+        """Close what was dropped, and move every promotion on."""
         with self.lock:
+            while self._dropped:
+                self.close(self._dropped.popleft())
             self._is_mending = self._is_mending and self.decider.mend_device()
-            for sequence in self._open:
+            for sequence in self._each_open():
                 self._advance(sequence)
 
     def _notice_reset(self) -> None:
@@ -814,7 +826,7 @@ class Sequences:
             if self._pool.generation == self._generation:
                 return
             self._generation = self._pool.generation
-            for sequence in self._open:
+            for sequence in self._each_open():
                 if sequence._state is not _State.SUSPENDED:
                     self._give_back(sequence, _State.LOST)
             pages, slots, numbers = self._index.claim_victims(Tier.DEVICE, self._pool.pages)
@@ -845,11 +857,19 @@ class Sequences:
             sequence._waits = True
             self._look(sequence, is_first=True)
 
+    def _each_open(self) -> list[Sequence]:
+        return [sequence for found in list(self._open.values()) if (sequence := found()) is not None]
+
+    def dropped(self, sequence: Sequence) -> None:
+        """Keep a sequence that nobody refers to any more until the next step or drain closes it. Threads: any; no lock.
+        """
+        self._dropped.append(sequence)
+
     def close(self, sequence: Sequence) -> None:
         """Return everything once."""
         with self.lock:
             if sequence._state is not _State.CLOSED:
-                del self._open[sequence]
+                self._open.pop(id(sequence), None)
                 self._give_back(sequence, _State.CLOSED)
 
     def _give_back(self, sequence: Sequence, state: _State) -> None:
@@ -896,7 +916,7 @@ class Sequences:
         """Close every sequence and end sw-device; gathers that were dispatched are with the mover then. Requires:
         close_pool()."""
         with self.lock:
-            for sequence in list(self._open):
+            for sequence in self._each_open():
                 self.close(sequence)
         self._stopping.set()
         self._gathers.put(None)

@@ -843,7 +843,7 @@ class PageStore:
                 f"{name}: the pool was lent for the geometry {given.pool.fingerprint.hex()[:16]}, "
                 f"this store's is {self._fingerprint.hex()[:16]}; lend it to this store"
             )
-        if len(given) and not (0 <= given.slots.min() and given.slots.max() < given.pool.slots):
+        if len(given) and (given.slots.min() < 0 or given.slots.max() >= given.pool.slots):
             raise StepwellUsageError(f"{name}: slots are not all within the pool's 0..{given.pool.slots - 1}")
 
     def _check_target(self, into: PoolSlice) -> None:

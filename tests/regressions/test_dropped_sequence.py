@@ -1,4 +1,6 @@
-"""A sequence that an engine drops without close() keeps its device pages pinned until the store closes; a Match does not."""
+"""A sequence that an engine drops without close() keeps its device pages pinned until the store closes; a Match does
+not.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,7 @@ from stepwell.geometry import PageGeometry
 from stepwell.store import PageStore
 from store_kit import Directories
 
-GEOMETRY = PageGeometry(
-    model="dropped", revision="1", layers=2, kv_heads=2, head_dim=8, dtype="float32", page_tokens=4
-)
+GEOMETRY = PageGeometry(model="dropped", revision="1", layers=2, kv_heads=2, head_dim=8, dtype="float32", page_tokens=4)
 
 
 def test_a_dropped_sequence_returns_its_pages(directories: Directories) -> None:

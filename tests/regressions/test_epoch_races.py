@@ -1,6 +1,8 @@
-"""Calls that overlapped set_epoch() crossed epochs: pages of the old weights were served, or published, under the new ones.
+"""Calls that overlapped set_epoch() crossed epochs: pages of the old weights were served, or published, under the new
+ones.
 
-set_epoch() changed the store's epoch before the index's. A match in between was labelled with the new one and found pages of
+set_epoch() changed the store's epoch before the index's. A match in between was labelled with the new one and found
+pages of
 the old one; a save that began before the change claimed its pages after it.
 """
 
@@ -20,7 +22,9 @@ from store_kit import PAGE_TOKENS, Rig, chain, stamps
 class Turned:
     """An index at which something happens just before or after one of its calls, as if another thread did it then."""
 
-    def __init__(self, rig: Rig, name: str, *, before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None):
+    def __init__(
+        self, rig: Rig, name: str, *, before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None
+    ):
         self._rig, self._name, self._before, self._after = rig, name, before, after
         self._index = rig.store._index
         rig.store._index = self  # type: ignore[assignment]
@@ -53,7 +57,9 @@ def test_a_match_within_a_change_of_epoch_is_not_served_after_it(open_rig: Calla
         rig.store.set_epoch(1)
 
 
-def test_pages_of_a_save_that_began_before_a_change_of_epoch_are_not_found_after_it(open_rig: Callable[..., Rig]) -> None:
+def test_pages_of_a_save_that_began_before_a_change_of_epoch_are_not_found_after_it(
+    open_rig: Callable[..., Rig],
+) -> None:
     rig = open_rig(disk=0, epoch=1)
     tokens = chain(1, 8)
     for when in ("before", "after"):

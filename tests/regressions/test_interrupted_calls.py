@@ -1,6 +1,7 @@
 """Ctrl-C in a call that waits left the store and the caller's memory in use.
 
-verify() never returned its pins: its pages could not be evicted nor their volumes given back any more. load_keys() raised
+verify() never returned its pins: its pages could not be evicted nor their volumes given back any more. load_keys()
+raised
 while bytes were still to land, save_keys() while the source was still to be read.
 """
 

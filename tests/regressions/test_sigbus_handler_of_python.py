@@ -1,6 +1,8 @@
-"""A SIGBUS handler installed by signal.signal() after the store had opened made a fault, and then close(), last for ever.
+"""A SIGBUS handler installed by signal.signal() after the store had opened made a fault, and then close(), last for
+ever.
 
-Python's handler only notes the signal and returns to the access, which faults again. Volumes left their mappings for pread only
+Python's handler only notes the signal and returns to the access, which faults again. Volumes left their mappings for
+pread only
 with the keeper's next round.
 """
 

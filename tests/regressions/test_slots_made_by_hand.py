@@ -1,4 +1,6 @@
-"""A PoolSlice that did not come from a pool's [] was not checked: slot 2**32 + 1 was taken for slot 1, and its bytes saved."""
+"""A PoolSlice that did not come from a pool's [] was not checked: slot 2**32 + 1 was taken for slot 1, and its bytes
+saved.
+"""
 
 from __future__ import annotations
 

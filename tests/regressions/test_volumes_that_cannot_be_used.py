@@ -1,8 +1,10 @@
 """A volume that is no use kept the store from opening, for ever, or kept a neighbour from its share.
 
-- A whole header, its checksum right, of more slots than a set of volumes takes raised ValueError from the constructor, and in
+- A whole header, its checksum right, of more slots than a set of volumes takes raised ValueError from the
+constructor, and in
   the keeper ended its thread. One whose pages have another size raised VolumeError, again and again.
-- A volume whose slots are beyond mending (its file was truncated) can never be given back. It was the first to be chosen, and
+- A volume whose slots are beyond mending (its file was truncated) can never be given back. It was the first to be
+  chosen, and
   as one leaves at a time, no other was given back either.
 """
 
@@ -47,7 +49,9 @@ def relabel(volume: Path, *, slots: int, page_bytes: int) -> None:
         file.truncate(size)
 
 
-@pytest.mark.parametrize("sizes", [{"slots": 2**20 + 1, "page_bytes": GEOMETRY.page_bytes}, {"slots": 64, "page_bytes": 64}])
+@pytest.mark.parametrize(
+    "sizes", [{"slots": 2**20 + 1, "page_bytes": GEOMETRY.page_bytes}, {"slots": 64, "page_bytes": 64}]
+)
 def test_a_store_opens_beside_a_volume_of_hostile_sizes(directories: Directories, sizes: dict[str, int]) -> None:
     config = StoreConfig(
         geometry=GEOMETRY, shared=SharedTier("2GiB", str(directories.shared), volume_bytes=VOLUME_BYTES)
