@@ -1,4 +1,4 @@
-// Every state that two pages of a chain can reach, with two claimants, against the move table.
+// Every state that two and three pages of a chain can reach, with two claimants, against the move table.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -17,6 +17,9 @@ namespace {
 
 enum class Op : uint8_t { kClaim, kCommit, kAbort, kFinish, kKeep, kVictim, kMatch, kRelease, kQuarantine, kMend };
 
+constexpr size_t kMostPages = 3;
+size_t page_count = 2;  // of the chain under test
+
 struct Step {
   Op op;
   uint8_t which;  // page, or claimant
@@ -30,7 +33,7 @@ struct Pin {
 
 // What can matter later. Claimants are alike: their pins are kept sorted.
 struct State {
-  std::array<std::array<Residency, kTiers>, 2> residency{};
+  std::array<std::array<Residency, kTiers>, kMostPages> residency{};
   std::array<Pin, 2> pins{};
   bool operator<(const State& other) const { return std::tie(residency, pins) < std::tie(other.residency, other.pins); }
   bool operator==(const State& other) const { return !(*this < other) && !(other < *this); }
@@ -62,7 +65,7 @@ State expected(State state, Step step) {
       if (!move(step.which, Move::kClaim)) move(step.which, Move::kKeep);
       break;
     case Op::kVictim:  // the deeper page leaves first
-      for (const int page : {1, 0}) {
+      for (int page = static_cast<int>(page_count) - 1; page >= 0; --page) {
         if (!state.is_pinned(page, step.tier) && move(page, Move::kClaimVictim)) break;
       }
       break;
@@ -70,7 +73,7 @@ State expected(State state, Step step) {
       Pin& pin = state.pins[step.which];
       if (pin.pages > 0) break;
       pin.tier = step.tier;
-      for (const int page : {0, 1}) {
+      for (int page = 0; page < static_cast<int>(page_count); ++page) {
         if (state.residency[static_cast<size_t>(page)][step.tier] != Residency::kResident && !move(page, Move::kKeep))
           break;
         ++pin.pages;
@@ -95,8 +98,9 @@ class Small {
  public:
   Small() : index_(1) {
     space_ = index_.open_namespace(nullptr);
-    for (int tier = 0; tier < kTiers; ++tier) index_.add_slots(static_cast<Tier>(tier), 0, 2);
-    for (size_t i = 0; i < 2; ++i) {
+    for (int tier = 0; tier < kTiers; ++tier)
+      index_.add_slots(static_cast<Tier>(tier), 0, static_cast<uint32_t>(page_count));
+    for (size_t i = 0; i < page_count; ++i) {
       keys_[i].length = 32;
       keys_[i].bytes[0] = static_cast<uint8_t>(i + 1);
     }
@@ -104,7 +108,7 @@ class Small {
 
   State state() const {
     State out;
-    for (size_t page = 0; page < 2; ++page) out.residency[page] = index_.state(keys_[page], 1);
+    for (size_t page = 0; page < page_count; ++page) out.residency[page] = index_.state(keys_[page], 1);
     out.pins = pins_;
     return out;
   }
@@ -136,7 +140,7 @@ class Small {
       }
       case Op::kMatch: {
         if (leases_[step.which] != 0) break;
-        const MatchResult match = index_.match_and_pin(space_, tokens_.data(), 2, mask(tier));
+        const MatchResult match = index_.match_and_pin(space_, tokens_.data(), page_count, mask(tier));
         leases_[step.which] = match.lease;
         if (match.pages > 0) pins_[step.which] = {step.tier, static_cast<uint8_t>(match.pages)};
         break;
@@ -147,11 +151,11 @@ class Small {
         pins_[step.which] = Pin{};
         break;
       case Op::kQuarantine:
-        for (uint32_t slot = 0; slot < 2; ++slot) index_.quarantine(claim.page, tier, slot);
+        for (uint32_t slot = 0; slot < page_count; ++slot) index_.quarantine(claim.page, tier, slot);
         break;
       case Op::kMend: {
         std::vector<Victim> damaged;
-        index_.claim_quarantined(tier, 2, &damaged);  // hands out the other page too, which waits
+        index_.claim_quarantined(tier, 3, &damaged);  // hands out the other pages too, which wait
         for (const Victim& victim : damaged) damaged_[depth_of(victim.page)][step.tier] = {victim.page, victim.number};
         Claim& handed = damaged_[step.which][step.tier];
         if (handed.page != kNoPage && index_.mend(handed.page, tier, handed.number, true) == Status::kOk)
@@ -169,12 +173,12 @@ class Small {
   void empty() {
     for (uint8_t claimant = 0; claimant < 2; ++claimant) apply({Op::kRelease, claimant, 0});
     for (uint8_t tier = 0; tier < kTiers; ++tier) {
-      for (uint8_t page = 0; page < 2; ++page) {
+      for (uint8_t page = 0; page < page_count; ++page) {
         apply({Op::kAbort, page, tier});
         apply({Op::kKeep, page, tier});
       }
-      for (int n = 0; n < 2; ++n) apply({Op::kVictim, 0, tier});
-      for (uint8_t page = 0; page < 2; ++page) {
+      for (size_t n = 0; n < page_count; ++n) apply({Op::kVictim, 0, tier});
+      for (uint8_t page = 0; page < page_count; ++page) {
         apply({Op::kFinish, page, tier});
         apply({Op::kMend, page, tier});
       }
@@ -196,20 +200,20 @@ class Small {
   }
   void give_back(Tier tier) {
     if (index_.counts(tier).leaving == 0) return;
-    for (uint32_t slot = 0; slot < 2; ++slot) {
+    for (uint32_t slot = 0; slot < page_count; ++slot) {
       try {
         index_.free_slots(tier, &slot, 1);
-      } catch (const std::invalid_argument&) {  // the other slot is meant
+      } catch (const std::invalid_argument&) {  // another slot is meant
       }
     }
   }
 
   Index index_;
   uint32_t space_ = 0;
-  std::array<int32_t, 2> tokens_ = {1, 2};
-  std::array<Key, 2> keys_{};
-  std::array<std::array<Claim, kTiers>, 2> claims_{};
-  std::array<std::array<Claim, kTiers>, 2> damaged_{};
+  std::array<int32_t, kMostPages> tokens_ = {1, 2, 3};
+  std::array<Key, kMostPages> keys_{};
+  std::array<std::array<Claim, kTiers>, kMostPages> claims_{};
+  std::array<std::array<Claim, kTiers>, kMostPages> damaged_{};
   std::array<uint64_t, 2> leases_{};
   std::array<Pin, 2> pins_{};
   Status settled_ = Status::kOk;
@@ -220,15 +224,15 @@ size_t explore(const std::vector<uint8_t>& tiers, bool with_quarantine,
                std::set<std::pair<Residency, Residency>>* moves) {
   std::vector<Step> alphabet;
   for (const uint8_t tier : tiers) {
-    for (uint8_t page = 0; page < 2; ++page) {
+    for (uint8_t page = 0; page < page_count; ++page) {
       for (const Op op : {Op::kClaim, Op::kCommit, Op::kAbort, Op::kFinish, Op::kKeep})
         alphabet.push_back({op, page, tier});
       if (with_quarantine) {
         alphabet.push_back({Op::kQuarantine, page, tier});
         alphabet.push_back({Op::kMend, page, tier});
       }
-      alphabet.push_back({Op::kMatch, page, tier});
     }
+    for (uint8_t claimant = 0; claimant < 2; ++claimant) alphabet.push_back({Op::kMatch, claimant, tier});
     alphabet.push_back({Op::kVictim, 0, tier});
   }
   for (uint8_t claimant = 0; claimant < 2; ++claimant) alphabet.push_back({Op::kRelease, claimant, 0});
@@ -258,7 +262,7 @@ size_t explore(const std::vector<uint8_t>& tiers, bool with_quarantine,
         REQUIRE(small.settled() == (is_legal ? Status::kOk : Status::kStale));
       }
       is_there = want == from;
-      for (size_t page = 0; page < 2; ++page) {
+      for (size_t page = 0; page < page_count; ++page) {
         for (size_t tier = 0; tier < kTiers; ++tier)
           moves->insert({from.residency[page][tier], want.residency[page][tier]});
       }
@@ -300,6 +304,20 @@ TEST_CASE("every state of two pages in two tiers, damage included, follows the m
       if (to != kIllegal && !(from == Residency::kLeaving && to == Residency::kQuarantined))
         CHECK(moves.contains({from, to}));
     }
+  }
+  MESSAGE("states: " << states);
+}
+
+TEST_CASE("every state of three pages in two tiers with two claimants follows the move table") {
+  page_count = 3;
+  std::set<std::pair<Residency, Residency>> moves;
+  const size_t states = explore({2, 3}, false, &moves);
+  page_count = 2;
+  CHECK(states > 4096);  // each of the 4^6 residencies, and those with pins
+  for (const auto& [from, to] : moves) {
+    bool is_legal = from == to;
+    for (int move = 0; move < kMoves; ++move) is_legal |= after(static_cast<Move>(move), from) == to;
+    CHECK(is_legal);
   }
   MESSAGE("states: " << states);
 }
