@@ -211,8 +211,8 @@ TEST_CASE("eight threads on eight pages: each claim has one holder, each slot on
       granted += history.granted;
       matched += history.matched;
     }
-    CHECK(granted > 500);
-    CHECK(matched > 500);
+    CHECK(granted > 100);  // how many is the scheduler's matter; none would prove nothing
+    CHECK(matched > 100);
     for (auto& [slot, events] : by_slot) {
       std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
       for (size_t i = 0; i < events.size(); ++i) REQUIRE(events[i].is_take == (i % 2 == 0));
