@@ -20,7 +20,7 @@ struct HugeAllocator {
   using value_type = T;
   HugeAllocator() = default;
   template <typename U>
-  HugeAllocator(const HugeAllocator<U>&) noexcept {}
+  HugeAllocator(const HugeAllocator<U>&) noexcept {}  // NOLINT(google-explicit-constructor): allocators convert
   T* allocate(size_t count) { return static_cast<T*>(huge_allocate(count * sizeof(T))); }
   void deallocate(T* memory, size_t) noexcept { huge_free(memory); }
   bool operator==(const HugeAllocator&) const noexcept { return true; }
