@@ -471,6 +471,8 @@ class Sequences:
         assert sequence._lease is not None
         lease = sequence._lease.lease_id()
         wanted = tiers != Tier.DEVICE
+        # Before the claims too: what one of them finds pending may have landed by the time they are all made.
+        was_moving = self._is_moving()
         self.decider.make_room(Tier.DEVICE, int(wanted.sum()))
         batch = self._index.claim_leased(lease, Tier.DEVICE, wanted)
         outcome = batch.outcomes[:, Tier.DEVICE]
@@ -489,7 +491,7 @@ class Sequences:
                 self._abort_claimed(ids[copied], batch.numbers[copied, Tier.DEVICE])
                 return True
             self._start(sequence, ids, copied, batch, plan.slots[:, Tier.HOST], transfer)
-        return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or self._is_moving()
+        return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or was_moving or self._is_moving()
 
     def _is_moving(self) -> bool:
         """Whether something is under way that will free slots."""

@@ -116,6 +116,33 @@ def test_a_sequence_suspended_while_loading_frees_its_device_slots(make_engine: 
     engine.verify(sequence, 28)
 
 
+def test_a_load_whose_host_copies_land_while_it_is_planned_is_not_stalled(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was pending when it was claimed, and nothing moving a moment later, was taken for a device without room."""
+    engine = make_engine(device=8)
+    engine.cache(prompt(1, 29))
+    evict_all(engine.store, Tier.DEVICE)
+    with faults.inject("mover.before_copy", "pause"):
+        sequence = engine.open(prompt(1, 29))
+        faults.wait_paused("mover.before_copy")
+        sequence.suspend()
+        plan_promotion = engine.store._plan_promotion
+
+        def plan_while_it_lands(*arguments: object) -> object:
+            plan = plan_promotion(*arguments)  # type: ignore[arg-type]
+            faults._core.fault_clear()
+            assert engine.store.quiesce(30.0)
+            return plan
+
+        monkeypatch.setattr(engine.store, "_plan_promotion", plan_while_it_lands)
+        sequence.resume()
+    assert not sequence.stalled
+    monkeypatch.undo()
+    engine.settle(sequence)
+    engine.verify(sequence, 28)
+
+
 def test_drain_dispatches_a_batch_longer_than_a_step(make_engine: MakeEngine) -> None:
     """It stopped where an entry had finished no whole batch."""
     engine = make_engine(step_bytes=PAGE_BYTES)
