@@ -80,6 +80,7 @@ _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
+_ROOM_ATTEMPTS: Final = 8
 _RECORDS_AHEAD: Final = 8192
 """Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
 
@@ -1115,8 +1116,11 @@ class PageStore:
     def _make_room(self, tier: Tier, pages: int) -> None:
         """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the
         keeper's."""
-        lacking = pages - self._index.claimable(tier)
-        if lacking > 0:
+        # More than once: a victim that a match wants again meanwhile is kept, and then another has to go.
+        for _ in range(_ROOM_ATTEMPTS):
+            lacking = pages - self._index.claimable(tier)
+            if lacking <= 0:
+                return
             self._evict(tier, lacking)
             self._wake_keeper()
 
