@@ -1,4 +1,4 @@
-"""Offer stepwell on the command line. Imports nothing heavy before a command runs: `--help` answers in 0.2 s."""
+"""`stepwell demo`: the main job."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+
+from stepwell.cli.arguments import Commands, positive
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Describe the commands and their options."""
-    parser = argparse.ArgumentParser(
-        prog="stepwell",
-        description="A KV cache for LLM serving in four tiers: device, host, shared memory, disk.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser(
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
         "demo",
         help="serve a JAX decoder through all four tiers, kill it, serve again, and prove every logit",
         description=(
@@ -25,28 +21,19 @@ def build_parser() -> argparse.ArgumentParser:
             "warm again, then once more from disk alone. Exit code 0 only if all of it holds."
         ),
     )
-    demo.add_argument("--quick", action="store_true", help="under one minute: fewer requests")
-    demo.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    demo.add_argument(
+    parser.add_argument("--quick", action="store_true", help="under one minute: fewer requests")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.add_argument(
         "--trace", metavar="FILE", help="serve a Mooncake JSONL trace (plain, .gz, .xz), a 512-token block as one page"
     )
-    demo.add_argument("--requests", type=_positive, metavar="N", help="how many requests to serve")
-    demo.add_argument("--seed", type=int, default=0, help="of weights, prompts and schedule (default 0)")
-    demo.add_argument("--directory", metavar="DIR", help="where the disk tier lies (default: a temporary directory)")
-    return parser
+    parser.add_argument("--requests", type=positive, metavar="N", help="how many requests to serve")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and schedule (default 0)")
+    parser.add_argument("--directory", metavar="DIR", help="where the disk tier lies (default: a temporary directory)")
+    parser.set_defaults(run=lambda options: run(parser, options))
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0 only when all is well."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Check what can be checked before anything heavy is imported, then run the demo."""
     for what, path in (("--trace", options.trace), ("--directory", options.directory)):
         try:
             if path is not None and what == "--trace":
@@ -72,7 +59,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             directory=options.directory,
         )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
