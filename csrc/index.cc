@@ -208,6 +208,36 @@ class Index::Impl {
 
   uint32_t next_number(PageId page, int tier) { return ++pages.number(page, tier); }
 
+  // LEAVING -> ABSENT; the slot stays out of use until free_slots().
+  void leave(PageId page, int tier) {
+    move(page, tier, Move::kFinish);
+    take_slot(page, tier, SlotUse::kReturning);
+    drop_if_dead(page);
+  }
+
+  // Unpinned RESIDENT pages of lowest rank become LEAVING under a new claim number: up to n, within one slot range or
+  // (kNoSlot) anywhere.
+  void choose_victims(int tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out) {
+    out->clear();
+    apply_touches();
+    uint32_t first_slot = 0, last_slot = UINT32_MAX;
+    if (only_range != kNoSlot) {
+      if (!slots[at(tier)].has_range(only_range))
+        throw std::invalid_argument("no slot range starts at " + std::to_string(only_range));
+      first_slot = only_range;
+      last_slot = slots[at(tier)].last_of(only_range);
+    }
+    Rank& rank = ranks[at(tier)];
+    out->reserve(std::min<uint64_t>(n, rank.size()));
+    for (uint32_t page = rank.first(), next; page != Rank::kNone && out->size() < n; page = next) {
+      next = rank.after(page);
+      const uint32_t slot = pages.slot(page, tier);
+      if (slot < first_slot || slot > last_slot || is_pinned(page, tier)) continue;
+      move(page, tier, Move::kClaimVictim);
+      out->push_back({page, slot, next_number(page, tier)});
+    }
+  }
+
   // ---- rank ------------------------------------------------------------------------------------------------------
   PageId nearest_resident_ancestor(PageId page, int tier) const {
     for (PageId p = pages.parent(page); p != kNoPage; p = pages.parent(p)) {
@@ -1226,27 +1256,20 @@ void Index::pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId
   });
 }
 void Index::claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out) {
+  impl_->locked([&] { impl_->choose_victims(static_cast<int>(tier), n, only_range, out); });
+}
+
+void Index::take_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
-  out->clear();
+  std::vector<Victim> victims;
+  slots->clear();
   in.locked([&] {
-    in.apply_touches();
-    const SlotRanges& slots = in.slots[at(t)];
-    uint32_t first_slot = 0, last_slot = UINT32_MAX;
-    if (only_range != kNoSlot) {
-      if (!slots.has_range(only_range))
-        throw std::invalid_argument("no slot range starts at " + std::to_string(only_range));
-      first_slot = only_range;
-      last_slot = slots.last_of(only_range);
-    }
-    Rank& rank = in.ranks[at(t)];
-    out->reserve(std::min<uint64_t>(n, rank.size()));
-    for (uint32_t page = rank.first(), next; page != Rank::kNone && out->size() < n; page = next) {
-      next = rank.after(page);
-      const uint32_t slot = in.pages.slot(page, t);
-      if (slot < first_slot || slot > last_slot || in.is_pinned(page, t)) continue;
-      in.move(page, t, Move::kClaimVictim);
-      out->push_back({page, slot, in.next_number(page, t)});
+    in.choose_victims(t, n, only_range, &victims);
+    slots->reserve(victims.size());
+    for (const Victim& victim : victims) {
+      slots->push_back(victim.slot);
+      in.leave(victim.page, t);
     }
   });
 }
@@ -1256,9 +1279,7 @@ Status Index::finish(PageId page, Tier tier, uint32_t number) {
   const int t = static_cast<int>(tier);
   return in.locked([&] {
     if (!in.is_claimed(page, t, number, Residency::kLeaving)) return Status::kStale;
-    in.move(page, t, Move::kFinish);
-    in.take_slot(page, t, SlotUse::kReturning);
-    in.drop_if_dead(page);
+    in.leave(page, t);
     return Status::kOk;
   });
 }

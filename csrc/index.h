@@ -162,6 +162,9 @@ class Index {
   // Up to n unpinned RESIDENT pages of lowest rank become LEAVING. only_range: only slots of the range that starts
   // there (kNoSlot: any).
   void claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out);
+  // The same with nothing to copy first: RESIDENT -> LEAVING -> ABSENT in one step, so that no match can want a victim
+  // again in between. Their slots are as after finish().
+  void take_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots);
   // LEAVING -> ABSENT, page pins or not (they hold other tiers). The slot is then neither the page's nor free: retire
   // its record, then free_slots(). kStale: kept by a match meanwhile.
   Status finish(PageId page, Tier tier, uint32_t number);

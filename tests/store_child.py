@@ -114,7 +114,7 @@ def truncate_world(when: str, shared: str, rounds: int) -> None:
         for _ in range(rng.randrange(4)):
             turns.acquire()
         os.truncate(volume, size)
-        rig.store._wake_keeper()  # what is quarantined comes back
+        rig.store._room.wake_keeper()  # what is quarantined comes back
         for _ in range(8):
             turns.acquire()
         if stop.is_set():

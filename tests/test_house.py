@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.device",
     ),
     ("mover", "keeper", "stats", "events"),
-    ("lease", "sequence", "store"),
+    ("lease", "room", "copies", "sequence", "store"),
     ("",),  # stepwell itself, the public face
 )
 POSITION = {module: (layer, place) for layer, row in enumerate(LAYERS) for place, module in enumerate(row)}

@@ -222,14 +222,24 @@ class Pair:
         key, _, _, kind, _, epoch = self.index.labels(np.array([page], np.uint32))[0]
         return PageName(key, kind, epoch)
 
-    def victims(self, choose: Choose) -> None:
+    def victims_wanted(self, choose: Choose) -> tuple[int, int, int | None]:
+        """Choose a tier, how many, and maybe the range they must come from."""
         tier, n = choose(4), choose(4)
-        only = RANGES[choose(len(RANGES))][:2] if choose(3) == 0 else None
-        if only is not None and only[1] not in self.model.tiers[only[0]].ranges:
-            return
-        if only is not None:
-            tier = only[0]
-        first = None if only is None else only[1]
+        if choose(3) != 0:
+            return tier, n, None
+        tier, first, *_ = RANGES[choose(len(RANGES))]
+        return (tier, n, first) if first in self.model.tiers[tier].ranges else (tier, n, None)
+
+    def take_victims(self, choose: Choose) -> None:
+        tier, n, first = self.victims_wanted(choose)
+        want = self.model.victims(tier, n, first)
+        slots = [self.model.pages[name].slot[tier] for name in want]
+        assert self.index.take_victims(tier, n, first).tolist() == slots
+        for name in want:
+            self.model.take_victim(name, tier)
+
+    def victims(self, choose: Choose) -> None:
+        tier, n, first = self.victims_wanted(choose)
         want = self.model.victims(tier, n, first)
         pages, slots, numbers = self.index.claim_victims(tier, n, first)
         assert [self.name_of(int(page)) for page in pages] == want
@@ -337,7 +347,7 @@ class Pair:
     STEPS = (
         match, match, match, match_keys, look, retain, release, release, release_all, shorten,
         claim_absent, claim_absent, claim_absent_keys, claim_leased, settle, settle, settle,
-        commit_all, unpin, unpin_all, victims, victims, forget, free_slots, free_slots, quarantine,
+        commit_all, unpin, unpin_all, victims, take_victims, forget, free_slots, free_slots, quarantine,
         hand_out, take_private, free_private, publish, set_epoch, close_range,
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ class Machine:
         self.store = store
         self.directories = directories
         self.engine = StampEngine(store)
-        self.mover = SteppedMover(store._mover, seed=seed)  # type: ignore[arg-type]
+        self.mover = SteppedMover(store._copies.mover, seed=seed)  # type: ignore[arg-type]
         self.live: list[Modelled] = []
         self.published: set[tuple[int, bytes]] = set()
         self.turn = 0

@@ -481,8 +481,7 @@ def test_a_reader_that_probes_all_the_time_does_not_stop_a_writer(open_rig: Open
     finally:
         stop.set()
         prober.join()
-    # A save may meet the moment in which a match holds the very pages that would have to go; more than that it may not.
-    assert refused <= 80
+    assert refused == 0
     assert rig.save(chain(200, 8)).refused == 0
     assert rig.load(chain(200, 8)) == 8
 

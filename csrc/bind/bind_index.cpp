@@ -347,6 +347,18 @@ void bind_index(nb::module_& module) {
           },
           nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none())
       .def(
+          "take_victims",
+          [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range) {
+            std::vector<uint32_t> slots;
+            {
+              nb::gil_scoped_release release;
+              self.take_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &slots);
+            }
+            return to_numpy(std::move(slots));
+          },
+          nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none(),
+          "Take up to n unpinned pages of lowest rank out of a tier; return their slots: retire, then free_slots().")
+      .def(
           "free_slots",
           [](Index& self, int tier, const Array1<uint32_t>& slots) {
             self.free_slots(to_tier(tier), slots.data(), slots.shape(0));

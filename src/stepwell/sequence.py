@@ -24,18 +24,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
+from stepwell.copies import Copies
 from stepwell.errors import DeviceResetError, LeaseClosedError, StepwellUsageError
 from stepwell.hashing import as_tokens, prefix_hashes
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
 from stepwell.lease import Match
 from stepwell.mover import POOL_COLUMN, SINK, SOURCE, Full, Plan, Transfer
-from stepwell.pool import LentPool, lend_canonical
+from stepwell.pool import lend_canonical
+from stepwell.room import Room
+from stepwell.stats import Counters
 from stepwell.tiers.device import DevicePool, StepHandle
 from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
 
@@ -65,49 +68,6 @@ class _State(Enum):
     SUSPENDED = "suspended"
     LOST = "lost"
     CLOSED = "closed"
-
-
-class Decider(Protocol):
-    """What sequences ask of the store, which alone decides what leaves and what moves."""
-
-    def make_room(self, tier: Tier, pages: int) -> None:
-        """Evict so that `pages` slots of a tier are free, as far as unpinned pages allow."""
-
-    def full(self, tier: Tier, needed: int) -> Full:
-        """Say with numbers that a tier is full."""
-
-    def plan_promotion(self, lease: int, ids: U32, tiers: npt.NDArray[np.uint8], slots: U32, rows: Bools) -> Plan:
-        """Claim host slots for the chosen pages of a lease; SINK in the host column where one was had."""
-
-    def submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
-        """Start a promotion; None: no room, every claim of the plan is returned."""
-
-    def submit_demotion(self, plan: Plan, pool: LentPool) -> Transfer | None:
-        """Start writing gathered pages through; None: no room now, nothing was returned."""
-
-    def abort_claims(self, plan: Plan) -> None:
-        """Return the claims of a plan."""
-
-    def looked_up(self, match: Match, asked: int) -> None:
-        """Count a lookup."""
-
-    def mend_device(self) -> bool:
-        """Free some device slots of a lost pool whose pages nobody pins any more. False: there are none left."""
-
-    def saved(self, pages: int, refused: int) -> None:
-        """Count published pages that are written through, and those that found no room below."""
-
-    def write_through_mask(self) -> int:
-        """Tiers to which published pages are written."""
-
-    @property
-    def epoch_turn(self) -> int:
-        """How often the epoch has changed: what was computed before a change is not published after it, even if it is
-        changed back."""
-
-    @property
-    def is_poisoned(self) -> bool:
-        """Whether an assertion of the core failed: nothing is written through any more."""
 
 
 @dataclass(slots=True)
@@ -191,7 +151,7 @@ class Sequence:
         self._key_count = len(self._key_rows)
         self._name_space = name_space
         self._seed = seed
-        self._epoch_turn = owner.decider.epoch_turn
+        self._epoch_turn = owner.copies.epoch.turns
         self._state = _State.MATCHED
         self._page_rows: npt.NDArray[np.void] = np.empty(0, dtype=_PAGE)
         self._page_count = 0
@@ -378,12 +338,21 @@ class Sequences:
     """
 
     def __init__(
-        self, decider: Decider, index: Index, pool: DevicePool, slab: _core.Slab, shape: _core.PageShape
+        self,
+        index: Index,
+        room: Room,
+        copies: Copies,
+        counters: Counters,
+        pool: DevicePool,
+        slab: _core.Slab,
+        shape: _core.PageShape,
     ) -> None:
-        self.decider = decider
         self.page_tokens = index.page_tokens
         self.lock = threading.RLock()
         self._index = index
+        self._room = room
+        self.copies = copies
+        self._counters = counters
         self._pool = pool
         self._generation = pool.generation  # of the pool whose pages are in the books
         self._rows = slab.view()
@@ -432,7 +401,7 @@ class Sequences:
 
         At least one token is left to compute: its logits are what the engine wants.
         """
-        if sequence._epoch_turn != self.decider.epoch_turn:
+        if sequence._epoch_turn != self.copies.epoch.turns:
             # It goes on with what it holds; pages found now would be of other weights.
             self._unpin_landed(sequence)
             sequence._stop_waiting()
@@ -449,7 +418,8 @@ class Sequences:
             old.close()
         self._unpin_landed(sequence)
         if is_first:
-            self.decider.looked_up(match, usable.size // self.page_tokens)
+            asked = usable.size // self.page_tokens
+            self._counters.looked_up(asked, match.tiers, match.miss, match.pending // self.page_tokens)
         known = sequence._found[: 0 if is_first else ids.size]
         sequence._found = np.concatenate([known, tiers[known.size :]])
         rows = np.zeros(ready, dtype=_PAGE)  # _FOUND
@@ -473,12 +443,12 @@ class Sequences:
         wanted = tiers != Tier.DEVICE
         # Before the claims too: what one of them finds pending may have landed by the time they are all made.
         was_moving = self._is_moving()
-        self.decider.make_room(Tier.DEVICE, int(wanted.sum()))
+        self._room.make(Tier.DEVICE, int(wanted.sum()))
         batch = self._index.claim_leased(lease, Tier.DEVICE, wanted)
         outcome = batch.outcomes[:, Tier.DEVICE]
         new = outcome == _NEW
         staged = new & (tiers == Tier.HOST)
-        plan = self.decider.plan_promotion(lease, ids, tiers, slots, new & ~staged)
+        plan = self.copies.plan_promotion(lease, ids, tiers, slots, new & ~staged)
         copied = new & (plan.roles[:, Tier.HOST] == SINK)
         dropped = new & ~staged & ~copied  # no staging slot for these now: another round takes them
         self._abort_claimed(ids[dropped], batch.numbers[dropped, Tier.DEVICE])
@@ -486,7 +456,7 @@ class Sequences:
             self._start(sequence, ids, staged, batch, slots, None)
         if copied.any():
             part = Plan(np.ascontiguousarray(ids[copied]), plan.roles[copied], plan.slots[copied], plan.numbers[copied])
-            transfer = self.decider.submit_promotion(part, lease)
+            transfer = self.copies.submit_promotion(part, lease)
             if transfer is None:  # the mover's queue is full: the next look tries again
                 self._abort_claimed(ids[copied], batch.numbers[copied, Tier.DEVICE])
                 return True
@@ -624,11 +594,11 @@ class Sequences:
         lacking = pages - first
         if lacking <= 0:
             return None
-        self.decider.make_room(Tier.DEVICE, lacking)
+        self._room.make(Tier.DEVICE, lacking)
         rows = np.zeros(lacking, dtype=_PAGE)
         rows["hold"] = _PRIVATE
         known = min(pages, sequence._key_count)
-        if known > first and sequence._epoch_turn == self.decider.epoch_turn:
+        if known > first and sequence._epoch_turn == self.copies.epoch.turns:
             batch = self._index.claim_absent(
                 sequence._name_space, sequence.tokens, sequence._keys, first, known, tier_mask(Tier.DEVICE)
             )
@@ -643,7 +613,7 @@ class Sequences:
             if slots is None:
                 claimed = rows[rows["hold"] == _CLAIMED]
                 self._abort_claimed(claimed["id"].copy(), claimed["number"].copy())
-                return self.decider.full(Tier.DEVICE, lacking)
+                return self._room.full(Tier.DEVICE, lacking)
             rows["slot"][private] = slots
         if sequence._state is _State.MATCHED:
             self._begin_computing(sequence)
@@ -692,7 +662,7 @@ class Sequences:
         sequence._published = upto
         if sequence._state is _State.COMPUTING:
             sequence._ready_pages = sequence._target_pages = upto
-        if sequence._epoch_turn != self.decider.epoch_turn:
+        if sequence._epoch_turn != self.copies.epoch.turns:
             return 0, 0
         rows = sequence._block[first:upto]
         before = rows["hold"].copy()
@@ -718,13 +688,13 @@ class Sequences:
 
     def _write_through(self, sequence: Sequence, pages: npt.NDArray[np.intp]) -> None:
         """Gather what was published, page numbers ascending, and write it to the tiers that outlive the device."""
-        mask = self.decider.write_through_mask()
+        mask = tier_mask(*self._room.lasting)
         if not pages.size or not mask:
             return
         first, last = int(pages[0]), int(pages[-1]) + 1
         for tier in _LOWER_TIERS:
             if mask & (1 << tier):
-                self.decider.make_room(tier, pages.size)
+                self._room.make(tier, pages.size)
         batch = self._index.claim_absent(sequence._name_space, sequence.tokens, sequence._keys, first, last, mask)
         new = batch.outcomes == _NEW
         claims = Plan(batch.pages, np.where(new, SINK, 0).astype(np.uint8), batch.slots, batch.numbers)
@@ -740,7 +710,7 @@ class Sequences:
         if rows.size and not self._gather(sequence, first + rows, claims, rows):
             refused += rows.size
             rows = rows[:0]
-        self.decider.saved(rows.size, refused)
+        self._counters.saved(rows.size, refused)
 
     def _gather(
         self, sequence: Sequence, pages: npt.NDArray[np.intp], claims: Plan, rows: npt.NDArray[np.intp]
@@ -767,7 +737,7 @@ class Sequences:
 
     def _give_up(self, plan: Plan) -> None:
         """Return claims in lower tiers and their pins."""
-        self.decider.abort_claims(plan)
+        self.copies.abort_claims(plan)
         self._index.unpin_pages(plan.pages)
 
     def block_tables(self, sequences: Seq[Sequence], out: npt.NDArray[np.int32]) -> None:
@@ -818,7 +788,7 @@ class Sequences:
         with self.lock:
             while self._dropped:
                 self.close(self._dropped.popleft())
-            self._is_mending = self._is_mending and self.decider.mend_device()
+            self._is_mending = self._is_mending and self._room.mend(Tier.DEVICE)
             for sequence in self._each_open():
                 self._advance(sequence)
 
@@ -831,9 +801,7 @@ class Sequences:
             for sequence in self._each_open():
                 if sequence._state is not _State.SUSPENDED:
                     self._give_back(sequence, _State.LOST)
-            pages, slots, numbers = self._index.claim_victims(Tier.DEVICE, self._pool.pages)
-            gone = self._index.finish_many(pages, Tier.DEVICE, numbers) == _core.Status.ok.value
-            self._index.free_slots(Tier.DEVICE, slots[gone])
+            self._index.free_slots(Tier.DEVICE, self._index.take_victims(Tier.DEVICE, self._pool.pages))
             # Pages of gathers under way are still pinned: their content on the device is gone all the same.
             ids, slots = self._index.pin_resident(Tier.DEVICE, None, self._pool.pages)
             for page, slot in zip(ids.tolist(), slots.tolist(), strict=True):
@@ -855,7 +823,7 @@ class Sequences:
             if sequence._state is _State.CLOSED:
                 raise LeaseClosedError(f"sequence {sequence.request_id or ''} was closed")
             self._give_back(sequence, _State.MATCHED)
-            sequence._epoch_turn = self.decider.epoch_turn
+            sequence._epoch_turn = self.copies.epoch.turns
             sequence._waits = True
             self._look(sequence, is_first=True)
 
@@ -972,10 +940,10 @@ class Sequences:
 
     def _submit_gather(self, plan: Plan, view: npt.NDArray[np.uint8], hold: _Hold) -> None:
         pool = lend_canonical(self._shape, view, owner=(view, hold))
-        while self.decider.submit_demotion(plan, pool) is None:
+        while self.copies.submit_demotion(plan, pool) is None:
             # The mover's queue is full: it empties without us. At close, and where it never will, the pages are given
             # up.
-            if self.decider.is_poisoned or self._stopping.wait(_RETRY_SECONDS):
+            if self.copies.is_poisoned or self._stopping.wait(_RETRY_SECONDS):
                 self._give_up(plan)
                 return
 

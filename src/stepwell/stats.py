@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from stepwell.index import Miss
+from stepwell.index import Miss, Tier
 
 MISS_REASONS: Final = ("absent", "pending", "deadline", "corrupt", "epoch", "foreign-gone", "full", "poisoned")
 _MISS_NAME: Final = {
@@ -77,13 +78,14 @@ class Counters:
     evicted_pages: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def looked_up(self, asked: int, found: dict[str, int], miss: Miss, pending: int) -> None:
-        """Count one lookup of `asked` pages that found some, by tier name; the rest missed for one reason."""
+    def looked_up(self, asked: int, found: Mapping[Tier, int], miss: Miss, pending: int) -> None:
+        """Count one lookup of `asked` pages that found some, by tier; the rest missed for one reason."""
         missed = asked - sum(found.values())
         with self.lock:
             self.lookups += 1
             self.lookup_pages += asked
-            for name, pages in found.items():
+            for tier, pages in found.items():
+                name = tier.name.lower()
                 self.hit_pages[name] = self.hit_pages.get(name, 0) + pages
             if missed:
                 waiting = min(pending, missed)

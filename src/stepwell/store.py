@@ -1,4 +1,4 @@
-"""Decide: what is saved where, what is loaded from where, what leaves. Everything else answers or carries out.
+"""Decide: what is saved where, what is loaded from where. What leaves is room.py's, what is copied copies.py's.
 
     save   tokens -> prefix hashes -> claims -> plan -> mover         match  tokens -> tree, then hashes -> pinned spans
     load   pinned spans -> claims (disk pages go back to shared) -> plan -> mover -> the caller's pool
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import math
 import os
 import threading
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from stepwell import _core
 from stepwell.clock import Clock, SystemClock
 from stepwell.config import StoreConfig, parse_size
+from stepwell.copies import FULL, NEW, PENDING, PRESENT, Copies, Epoch
 from stepwell.errors import (
     ForkedError,
     GeometryError,
@@ -34,7 +34,7 @@ from stepwell.errors import (
     StoreClosedError,
 )
 from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
-from stepwell.index import ClaimOutcome, Index, Residency, Tier, tier_mask
+from stepwell.index import Index, Residency, Tier, tier_mask
 from stepwell.keeper import Keeper
 from stepwell.lease import Match
 from stepwell.mover import (
@@ -42,25 +42,15 @@ from stepwell.mover import (
     SINK,
     SOURCE,
     STATUS_REASON,
-    Full,
     Inbox,
     Plan,
     SaveOutcome,
     SaveResult,
     Transfer,
     WorkClass,
-    core_inbox,
 )
-from stepwell.pool import (
-    LentPool,
-    PoolArray,
-    PoolPointers,
-    PoolSlice,
-    core_pool,
-    lend,
-    lend_canonical,
-    pool_owner,
-)
+from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend, lend_canonical
+from stepwell.room import Room
 from stepwell.stats import Counters, Stats, TierStats
 from stepwell.tiers.base import PageTier
 from stepwell.tiers.disk import DiskVolumes
@@ -74,13 +64,8 @@ if TYPE_CHECKING:
 Order = Literal["page", "layer"]
 
 KIND_KV: Final = 1
-_NEW: Final = int(ClaimOutcome.NEW)
-_PENDING: Final = int(ClaimOutcome.PENDING)
-_PRESENT: Final = int(ClaimOutcome.PRESENT)
-_FULL: Final = int(ClaimOutcome.FULL)
 _VERIFY_PAGES: Final = 64
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
-_ROOM_ATTEMPTS: Final = 8
 _RECORDS_AHEAD: Final = 8192
 """Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
 
@@ -131,35 +116,36 @@ class PageStore:
         self._page_tokens = geometry.page_tokens
         self._fingerprint = geometry.fingerprint()
         self._shape = _core.PageShape(list(geometry.layer_bytes), self._fingerprint)
-        self._epoch = epoch_number(config.epoch)
-        self._epoch_turns = 0
+        self._epoch = Epoch(epoch_number(config.epoch))
         self._turning = threading.Lock()  # one change of the epoch at a time
         self._index = Index(geometry.page_tokens)
-        self._index.set_epoch(self._epoch)
+        self._index.set_epoch(self._epoch.number)
         self._counters = Counters()
         self._namespaces: dict[bytes | None, int] = {}
-        self._tags = itertools.count(1)
-        self._watched: dict[int, tuple[Transfer, _core.Transfer, bool, int]] = {}
         self._leases: list[tuple[float, Match]] = []
         _core.guard_install()
         self._tiers: dict[Tier, PageTier] = {}
-        self._mover: _core.Mover | None = None
+        self._room = Room(self._index, self._tiers, self._counters)
+        self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
         self._sequences: Sequences | None = None
         self._device: ManagedDevice | None = None
         try:
             self._open_tiers()
-            self._mover = _core.Mover(
-                self._index,
-                self._shape,
-                host=self._medium(Tier.HOST),
-                shared=self._medium(Tier.SHARED),
-                disk=self._medium(Tier.DISK),
-                copy_threads=config.copy_threads,
-                io_threads=config.io_threads,
-                queue_units=config.queue_units,
+            self._copies.attach(
+                _core.Mover(
+                    self._index,
+                    self._shape,
+                    host=self._room.medium(Tier.HOST),
+                    shared=self._room.medium(Tier.SHARED),
+                    disk=self._room.medium(Tier.DISK),
+                    copy_threads=config.copy_threads,
+                    io_threads=config.io_threads,
+                    queue_units=config.queue_units,
+                )
             )
             self._open_device()
             self._keeper = Keeper(self._tick)
+            self._room.wake_keeper = self._keeper.wake
             self._keeper.start()
         except BaseException:
             self._shut(0.0)
@@ -202,7 +188,8 @@ class PageStore:
 
         Cost: hashing 4-8 ns a token, one walk; the copies happen on the mover's threads.
         """
-        mover, turn = self._use(), self._epoch_turns
+        self._use()
+        turn = self._epoch.turns
         checked = as_tokens(tokens)
         pages = checked.size // self._page_tokens
         self._check_slice("source", source)
@@ -215,31 +202,30 @@ class PageStore:
             return SaveResult(0, 0, 0, 0, Transfer(None, self._clock, pages=0))
         name_space, seed = self._namespace(namespace)
         keys = prefix_hashes(checked, page_tokens=self._page_tokens, seed=seed)
-        targets = self._write_through()
+        targets = self._room.write_through
         mask = tier_mask(*targets)
         # Touch and pin what is here of this chain, so that making room for its tail does not take its head.
         held = Match(self._index, self._index.match_and_pin(name_space, checked, mask), self._page_tokens)
         try:
             for tier in targets:
                 here, _ = self._index.match_length(name_space, checked, tier_mask(tier))
-                self._make_room(tier, pages - here)
+                self._room.make(tier, pages - here)
             batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask)
         finally:
             held.close()
-        outcomes, full = batch.outcomes, None
+        full = None
         looked_at = min(pages, batch.full_at)
-        saved, present, pending = self._tally(outcomes[:looked_at])
+        outcomes = batch.outcomes[:looked_at]
+        saved, present, pending = self._tally(outcomes)
         refused = pages - looked_at
-        transfer = self._submit_save(
-            mover, batch.pages, outcomes, batch.slots, batch.numbers, source, turn, inbox=inbox
-        )
+        transfer = self._copies.save(batch, source, turn, inbox=inbox)
         if transfer is None:
             refused, saved = refused + saved, 0
             transfer = Transfer(None, self._clock, pages=0)
         for tier in targets:
-            lacking = refused + int((outcomes[:looked_at, tier] == _FULL).sum())
+            lacking = refused + int((outcomes[:, tier] == FULL).sum())
             if full is None and lacking:
-                full = self._full(tier, lacking)
+                full = self._room.full(tier, lacking)
         self._counters.saved(saved, refused)
         return SaveResult(saved, present, pending, refused, transfer, full)
 
@@ -262,11 +248,10 @@ class PageStore:
         self._use()
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
-        result = self._index.match_and_pin(name_space, checked, self._readable())
+        result = self._index.match_and_pin(name_space, checked, self._room.readable)
         match = Match(self._index, result, self._page_tokens)
         asked = checked.size // self._page_tokens
-        found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
-        self._counters.looked_up(asked, found, match.miss, result.pending)
+        self._counters.looked_up(asked, match.tiers, match.miss, result.pending)
         return match
 
     def load(
@@ -294,36 +279,19 @@ class PageStore:
         Raises:
             LeaseClosedError, GeometryError, StepwellUsageError: nothing was started.
         """
-        mover = self._use()
+        self._use()
         _check_seconds("deadline", deadline)
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
         self._check_target(into)
         if not match.is_of(self._index):
             raise StepwellUsageError("the match is of another store")
-        ids, tiers, slots = match.locations()
-        if len(into) != ids.size:
-            raise GeometryError(f"the match has {ids.size} pages, the target names {len(into)} slots")
-        if ids.size == 0:
+        match.lease_id()  # raises where it has ended
+        if len(into) != match.pages:
+            raise GeometryError(f"the match has {match.pages} pages, the target names {len(into)} slots")
+        if match.pages == 0:
             return Transfer(None, self._clock, pages=0)
-        if match.epoch != self._epoch:
-            self._counters.missed("epoch", ids.size)
-            return _RefusedLoad(_core.Status.cancelled, self._clock, pages=int(ids.size))
-        transfer = self._load_lease(
-            mover,
-            match.lease_id(),
-            ids,
-            tiers,
-            slots,
-            into,
-            layer_order=order == "layer",
-            deadline=deadline,
-            inbox=inbox,
-        )
-        if match.epoch != self._epoch:  # changed while we looked: set_epoch may not have seen this load
-            transfer.revoke()
-            transfer.cancel()
-        return transfer
+        return self._copies.load(match, into, layer_order=order == "layer", deadline=deadline, inbox=inbox)
 
     # ---- keys (an engine's own hashes) -------------------------------------------------------------------------------
 
@@ -338,17 +306,16 @@ class PageStore:
         Returns:
             Probe(run, tiers).
         """
-        mover = self._use()
+        self._use()
         checked = as_keys(keys)
         _check_kind(kind)
         _check_seconds("lease", lease)
-        result = self._index.match_keys_and_pin(checked, kind, self._readable())
+        result = self._index.match_keys_and_pin(checked, kind, self._room.readable)
         match = Match(self._index, result, self._page_tokens)
-        ids, tiers, slots = match.locations()
-        found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
-        self._counters.looked_up(len(checked), found, match.miss, result.pending)
+        _, tiers, _ = match.locations()
+        self._counters.looked_up(len(checked), match.tiers, match.miss, result.pending)
         if result.pages and readahead:
-            self._promote_from_disk(mover, match.lease_id(), ids, tiers, slots)
+            self._copies.read_ahead(match)
         if result.pages and lease > 0:
             with self._lock:
                 self._leases.append((self._clock.monotonic() + lease, match))
@@ -368,7 +335,7 @@ class PageStore:
         Returns:
             ok: bool[n]; where False the slot's bytes are undefined.
         """
-        mover = self._use()
+        self._use()
         checked = as_keys(keys)
         _check_kind(kind)
         self._check_target(into)
@@ -381,11 +348,12 @@ class PageStore:
         at = 0
         try:
             while at < len(checked):
-                result = self._index.match_keys_and_pin(checked[at:], kind, self._readable())
+                result = self._index.match_keys_and_pin(checked[at:], kind, self._room.readable)
                 with Match(self._index, result, self._page_tokens) as match:
                     if result.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())
-                        running.append((at, self._load_found(mover, match, into[at : at + result.pages], left)))
+                        target = into[at : at + result.pages]
+                        running.append((at, self._copies.load(match, target, deadline=left)))
                 at += result.pages + 1
             for first, transfer in running:
                 transfer.wait()
@@ -396,20 +364,6 @@ class PageStore:
                 transfer.cancel()
             raise
         return ok
-
-    def _load_found(self, mover: _core.Mover, match: Match, into: PoolSlice, deadline: float | None) -> Transfer:
-        """Start loading all pages of a match by keys, unless it is of another epoch by now."""
-        if match.epoch != self._epoch:
-            self._counters.missed("epoch", match.pages)
-            return _RefusedLoad(_core.Status.cancelled, self._clock, pages=match.pages)
-        ids, tiers, slots = match.locations()
-        transfer = self._load_lease(
-            mover, match.lease_id(), ids, tiers, slots, into, layer_order=False, deadline=deadline
-        )
-        if match.epoch != self._epoch:
-            transfer.revoke()
-            transfer.cancel()
-        return transfer
 
     def save_keys(
         self,
@@ -431,7 +385,8 @@ class PageStore:
         Returns:
             uint8[n] of SaveOutcome: stored, present, refused.
         """
-        mover, turn = self._use(), self._epoch_turns
+        self._use()
+        turn = self._epoch.turns
         checked = as_keys(keys)
         _check_kind(kind)
         _check_seconds("deadline", deadline)
@@ -443,22 +398,22 @@ class PageStore:
         if parent is not None and not 1 <= len(parent) <= MAX_KEY_BYTES:
             raise StepwellUsageError(f"parent has {len(parent)} bytes: a key has 1 to {MAX_KEY_BYTES}")
         state = 1 if parent is not None else 0 if first_of_chain else 2
-        targets = self._write_through()
+        targets = self._room.write_through
         mask = tier_mask(*targets)
         # Touch and pin what is here of these keys, so that making room for the rest does not take it.
         held = Match(self._index, self._index.match_keys_and_pin(checked, kind, mask), self._page_tokens)
         try:
             for tier in targets:
                 here, _ = self._index.probe(checked, kind, tier_mask(tier))
-                self._make_room(tier, len(checked) - here)
+                self._room.make(tier, len(checked) - here)
             batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask)
         finally:
             held.close()
         result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
-        new = (batch.outcomes == _NEW).any(axis=1)
-        here = (batch.outcomes == _PRESENT).any(axis=1) | (batch.outcomes == _PENDING).any(axis=1)
+        new = (batch.outcomes == NEW).any(axis=1)
+        here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
         result[here & ~new] = SaveOutcome.PRESENT
-        transfer = self._submit_save(mover, batch.pages, batch.outcomes, batch.slots, batch.numbers, source, turn)
+        transfer = self._copies.save(batch, source, turn)
         if transfer is not None:
             try:
                 is_done = transfer.wait(deadline)
@@ -566,7 +521,7 @@ class PageStore:
     @property
     def epoch(self) -> int:
         """The epoch that pages are saved and found under."""
-        return self._epoch
+        return self._epoch.number
 
     def set_epoch(self, epoch: int | str) -> None:
         """Change the epoch of the weights: pages of any other are misses from now on, and leave first.
@@ -578,22 +533,17 @@ class PageStore:
         with self._turning, self._sequences.lock if self._sequences is not None else contextlib.nullcontext():
             # In this order: what a save claims under the new epoch finds the turn counted, and a match of pages of the
             # old one is never taken for one of the new.
-            self._epoch_turns += number != self._epoch
+            self._epoch.turns += number != self._epoch.number
             self._index.set_epoch(number)
-            self._epoch = number
+            self._epoch.number = number
         for tier in self._tiers.values():
             tier.set_epoch(number)
-        with self._lock:
-            running = list(self._watched.values())
-        for transfer, _, is_load, _ in running:
-            if is_load:
-                transfer.revoke()
-            transfer.cancel()
+        self._copies.cancel_all()
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Drop up to `pages` unpinned pages of lowest rank from one tier. Returns how many were dropped."""
         self._use()
-        return self._evict(tier, pages)
+        return self._room.evict(tier, pages)
 
     def forget(self, tokens: Tokens, *, namespace: Namespace | None = None, keep: int = 0) -> int:
         """Drop the pages of some tokens past the first `keep` tokens from every tier; pinned ones stay.
@@ -605,23 +555,24 @@ class PageStore:
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
         # A match grafts what only hashes know, so that a recovered chain can be named by its tokens.
-        Match(self._index, self._index.match_and_pin(name_space, checked, self._readable()), self._page_tokens).close()
+        found = self._index.match_and_pin(name_space, checked, self._room.readable)
+        Match(self._index, found, self._page_tokens).close()
         keep_pages = -(-keep // self._page_tokens)
-        tiers = self._all_tiers()
+        tiers = self._room.all_tiers
         victims = self._index.claim_chain(name_space, checked, keep_pages, tier_mask(*tiers))
-        return sum(self._drop(tier, *victims[tier]) for tier in tiers)
+        return sum(self._room.drop(tier, *victims[tier]) for tier in tiers)
 
     def clear(self) -> int:
         """Drop every unpinned page from every tier. Returns copies dropped."""
         self._use()
-        return sum(self._evict(tier, self._index.counts(tier)["capacity"]) for tier in self._all_tiers())
+        return sum(self._room.evict(tier, self._index.counts(tier)["capacity"]) for tier in self._room.all_tiers)
 
     def verify(self) -> VerifyResult:
         """Read every page of host, shared and disk and check it; damaged ones are quarantined. Waits.
 
         Cost: all bytes of all tiers are read once, through the mover, behind loads.
         """
-        mover = self._use()
+        self._use()
         buffer = np.empty((_VERIFY_PAGES, self._config.geometry.page_bytes), dtype=np.uint8)
         pool = lend_canonical(self._shape, buffer)
         total = damaged = 0
@@ -637,7 +588,7 @@ class PageStore:
                     plan = Plan.empty(ids)
                     plan.roles[:, tier], plan.slots[:, tier] = SOURCE, slots
                     plan.roles[:, POOL_COLUMN], plan.slots[:, POOL_COLUMN] = SINK, np.arange(ids.size)
-                    transfer = self._submit(mover, plan, pool=pool, work_class=WorkClass.DEMOTE)
+                    transfer = self._copies.submit(plan, pool=pool, work_class=WorkClass.DEMOTE)
                     if transfer is not None:
                         transfer.wait()
                 except BaseException:  # ctrl-C, for one
@@ -665,13 +616,11 @@ class PageStore:
         limit = None if timeout is None else self._clock.monotonic() + timeout
         if self._sequences is not None and not self._sequences.wait_landed(timeout):
             return False
-        with self._lock:
-            running = [core for _, core, _, _ in self._watched.values()]
-        for core in running:
+        for core in self._copies.running():
             left = None if limit is None else max(0.0, limit - self._clock.monotonic())
             if not core.wait(left):
                 return False
-        self._account()
+        self._copies.account()
         return True
 
     def quiesce(self, timeout: float | None = None) -> bool:
@@ -689,12 +638,12 @@ class PageStore:
             raise PoisonedError(
                 "an assertion of the core failed (see the log); the store serves misses only: reopen it"
             )
-        self._account()
+        self._copies.account()
         moved = mover.stats()
         counters = self._counters
         with counters.lock:
             return Stats(
-                tiers={tier.name.lower(): self._tier_stats(tier, moved) for tier in self._all_tiers()},
+                tiers={tier.name.lower(): self._tier_stats(tier, moved) for tier in self._room.all_tiers},
                 lookups=counters.lookups,
                 lookup_pages=counters.lookup_pages,
                 hit_pages=dict(counters.hit_pages),
@@ -758,11 +707,19 @@ class PageStore:
             self._tiers[Tier.HOST] = HostSlab(self._shape, capacity_bytes=host, page_bytes=config.geometry.page_bytes)
         if config.shared is not None:
             self._tiers[Tier.SHARED] = SharedVolumes(
-                config.shared, shape=self._shape, fingerprint=self._fingerprint, epoch=self._epoch, clock=self._clock
+                config.shared,
+                shape=self._shape,
+                fingerprint=self._fingerprint,
+                epoch=self._epoch.number,
+                clock=self._clock,
             )
         if config.disk is not None:
             self._tiers[Tier.DISK] = DiskVolumes(
-                config.disk, shape=self._shape, fingerprint=self._fingerprint, epoch=self._epoch, clock=self._clock
+                config.disk,
+                shape=self._shape,
+                fingerprint=self._fingerprint,
+                epoch=self._epoch.number,
+                clock=self._clock,
             )
         # Disk first: its records name parents for what shared memory holds, and the other way round it does not matter.
         for tier in sorted(self._tiers, reverse=True):
@@ -776,13 +733,14 @@ class PageStore:
         from stepwell.sequence import ManagedDevice, Sequences
         from stepwell.tiers.device import DevicePool
 
-        slab = self._medium(Tier.HOST)
+        slab = self._room.medium(Tier.HOST)
         assert isinstance(slab, _core.Slab), "checked(): a device tier has a host tier"
         pool = DevicePool(
             self._config.geometry, device.pages, max_step_bytes=parse_size(device.step_bytes, name="device.step_bytes")
         )
         self._index.add_slots(Tier.DEVICE, 0, device.pages)
-        self._sequences = Sequences(_StoreDecider(self), self._index, pool, slab, self._shape)
+        self._room.has_device = True
+        self._sequences = Sequences(self._index, self._room, self._copies, self._counters, pool, slab, self._shape)
         self._device = ManagedDevice(self._sequences, pool)
 
     def _running(self) -> Sequences:
@@ -800,10 +758,10 @@ class PageStore:
             self._keeper.stop()
         if self._sequences is not None:
             self._sequences.stop()
-        mover, self._mover = self._mover, None
+        mover = self._copies.detach()
         if mover is not None:
             mover.drain(timeout, True)
-            self._account()
+            self._copies.account()
             mover.drain_retired()
             del mover  # the last reference, unless a call still runs: its threads are joined here
         with self._lock:
@@ -814,14 +772,6 @@ class PageStore:
             for tier in sorted(self._tiers, reverse=True):
                 closing.callback(self._tiers[tier].close, self._index)
 
-    def _all_tiers(self) -> list[Tier]:
-        """Every tier the store has, nearest to the computation first."""
-        return [*([Tier.DEVICE] if self._device is not None else []), *sorted(self._tiers)]
-
-    def _medium(self, tier: Tier) -> _core.Medium | None:
-        found = self._tiers.get(tier)
-        return None if found is None else found.medium
-
     def _use(self) -> _core.Mover:
         """Return the mover; raise where the store cannot be used."""
         if os.getpid() != self._pid:
@@ -829,9 +779,10 @@ class PageStore:
                 f"this store was opened by process {self._pid}; a forked child cannot use it: open one of its own "
                 "(spawn)"
             )
-        if self._closed or self._mover is None:
+        mover = self._copies.mover
+        if self._closed or mover is None:
             raise StoreClosedError("the store is closed")
-        return self._mover
+        return mover
 
     def _check_slice(self, name: str, given: PoolSlice) -> None:
         if not isinstance(given, PoolSlice):
@@ -866,291 +817,12 @@ class PageStore:
                 known = self._namespaces[seed] = self._index.open_namespace(seed)
         return known, seed
 
-    def _write_through(self) -> tuple[Tier, ...]:
-        """Tiers that a save goes to: those that outlive the process, else host memory."""
-        lasting = tuple(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._tiers)
-        if not lasting and Tier.HOST not in self._tiers:
-            raise StepwellUsageError("this store has no host, shared or disk tier to save to")
-        return lasting or (Tier.HOST,)
-
-    def _readable(self) -> int:
-        """Tiers that a load into the caller's memory can read."""
-        return tier_mask(*(tier for tier in self._tiers if tier is not Tier.DEVICE))
-
     @staticmethod
     def _tally(outcomes: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
         """Count pages (new in some tier, present and new nowhere, pending only)."""
-        new = (outcomes == _NEW).any(axis=1)
-        present = ~new & (outcomes == _PRESENT).any(axis=1)
+        new = (outcomes == NEW).any(axis=1)
+        present = ~new & (outcomes == PRESENT).any(axis=1)
         return int(new.sum()), int(present.sum()), int((~new & ~present).sum())
-
-    def _full(self, tier: Tier, needed: int) -> Full:
-        counts = self._index.counts(tier)
-        return Full(
-            tier=tier.name.lower(),
-            needed=needed,
-            free=counts["free"],
-            evictable=counts["resident"] - counts["pinned"],
-            leaving=counts["leaving"],
-        )
-
-    def _submit_save(
-        self,
-        mover: _core.Mover,
-        pages: npt.NDArray[np.uint32],
-        outcomes: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.uint32],
-        numbers: npt.NDArray[np.uint32],
-        source: PoolSlice,
-        turn: int,
-        *,
-        inbox: Inbox | None = None,
-    ) -> Transfer | None:
-        """Submit the pages that have a new claim; None: refused, and every claim is returned.
-
-        Where the epoch has turned since `turn` they are: their bytes are of weights that their claims may not be of.
-        """
-        new = outcomes == _NEW
-        rows = np.flatnonzero(new.any(axis=1))
-        if rows.size == 0:
-            return Transfer(None, self._clock, pages=0)
-        plan = Plan.empty(pages[rows])
-        plan.roles[new[rows]] = SINK
-        plan.slots[:] = slots[rows]
-        plan.numbers[:] = numbers[rows]
-        # A page that is in shared memory already and only lacks its disk copy is read from there: it is verified on the
-        # way.
-        from_shared = (outcomes[rows, Tier.SHARED] == _PRESENT) & new[rows, Tier.DISK]
-        plan.roles[from_shared, Tier.SHARED] = SOURCE
-        plan.roles[~from_shared, POOL_COLUMN] = SOURCE
-        plan.slots[:, POOL_COLUMN] = source.slots[rows]
-        transfer = None
-        if turn == self._epoch_turns:
-            transfer = self._submit(
-                mover, plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox
-            )
-        if transfer is None:
-            self._abort_claims(plan)
-            self._index.unpin_pages(plan.pages)
-        return transfer
-
-    def _load_lease(
-        self,
-        mover: _core.Mover,
-        lease: int,
-        ids: npt.NDArray[np.uint32],
-        tiers: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.uint32],
-        into: PoolSlice,
-        *,
-        layer_order: bool,
-        deadline: float | None,
-        inbox: Inbox | None = None,
-    ) -> Transfer:
-        plan = self._plan_from(ids, tiers, slots)
-        plan.roles[:, POOL_COLUMN] = SINK
-        plan.slots[:, POOL_COLUMN] = into.slots
-        claimed = self._claim_way_up(plan, lease, tiers)
-        self._index.retain(lease)
-        transfer = self._submit(
-            mover,
-            plan,
-            pool=into.pool,
-            work_class=WorkClass.LOAD,
-            layer_order=layer_order,
-            lease=lease,
-            deadline=deadline,
-            unpin_pages=bool(claimed.size),
-            is_load=True,
-            inbox=inbox,
-        )
-        if transfer is not None:
-            return transfer
-        self._abort_claims(plan)
-        self._index.unpin_pages(claimed)
-        self._index.release(lease)
-        reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
-        self._counters.missed(STATUS_REASON[reason.value], ids.size)
-        return _RefusedLoad(reason, self._clock, pages=int(ids.size))
-
-    def _promote_from_disk(
-        self,
-        mover: _core.Mover,
-        lease: int,
-        ids: npt.NDArray[np.uint32],
-        tiers: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.uint32],
-    ) -> None:
-        """Start bringing the lease's disk pages into memory, as far as there is room."""
-        whole = self._plan_from(ids, tiers, slots)
-        claimed = self._claim_way_up(whole, lease, tiers)
-        rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
-        if rows.size == 0:
-            return
-        plan = Plan(whole.pages[rows], whole.roles[rows], whole.slots[rows], whole.numbers[rows])
-        self._index.retain(lease)
-        if self._submit(mover, plan, pool=None, work_class=WorkClass.LOAD, lease=lease, unpin_pages=True) is None:
-            self._abort_claims(plan)
-            self._index.unpin_pages(claimed)
-            self._index.release(lease)
-
-    @staticmethod
-    def _plan_from(
-        ids: npt.NDArray[np.uint32], tiers: npt.NDArray[np.uint8], slots: npt.NDArray[np.uint32]
-    ) -> Plan:
-        plan = Plan.empty(ids)
-        rows = np.arange(ids.size)
-        plan.roles[rows, tiers] = SOURCE
-        plan.slots[rows, tiers] = slots
-        return plan
-
-    def _claim_way_up(
-        self, plan: Plan, lease: int, tiers: npt.NDArray[np.uint8]
-    ) -> npt.NDArray[np.uint32]:
-        """Give the plan's disk pages a place in shared memory, or where that is full in host memory.
-
-        Returns:
-            The pages that the claims pinned.
-        """
-        claimed: list[npt.NDArray[np.uint32]] = []
-        open_rows = tiers == Tier.DISK
-        for target in (Tier.SHARED, Tier.HOST):
-            if target not in self._tiers or not open_rows.any():
-                continue
-            self._make_room(target, int(open_rows.sum()))
-            batch = self._index.claim_leased(lease, target, open_rows)
-            new = batch.outcomes[:, target] == _NEW
-            self._take_claims(plan, batch, target, new)
-            claimed.append(plan.pages[new])
-            open_rows = open_rows & (batch.outcomes[:, target] == _FULL)
-        return np.concatenate(claimed) if claimed else np.zeros(0, np.uint32)
-
-    def _plan_promotion(
-        self,
-        lease: int,
-        ids: npt.NDArray[np.uint32],
-        tiers: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.uint32],
-        rows: npt.NDArray[np.bool_],
-    ) -> Plan:
-        """Claim host slots for the chosen pages, and for those that come from disk a place in shared memory beside."""
-        plan = self._plan_from(ids, tiers, slots)
-        if not rows.any():
-            return plan
-        self._make_room(Tier.HOST, int(rows.sum()))
-        batch = self._index.claim_leased(lease, Tier.HOST, rows)
-        staged = batch.outcomes[:, Tier.HOST] == _NEW
-        self._take_claims(plan, batch, Tier.HOST, staged)
-        cold = staged & (tiers == Tier.DISK)
-        if Tier.SHARED in self._tiers and cold.any():
-            self._make_room(Tier.SHARED, int(cold.sum()))
-            batch = self._index.claim_leased(lease, Tier.SHARED, cold)
-            both = batch.outcomes[:, Tier.SHARED] == _NEW
-            self._take_claims(plan, batch, Tier.SHARED, both)
-            self._index.unpin_pages(ids[both])  # the host claim's pin holds them
-        return plan
-
-    @staticmethod
-    def _take_claims(plan: Plan, batch: _core.ClaimBatch, tier: Tier, rows: npt.NDArray[np.bool_]) -> None:
-        plan.roles[rows, tier] = SINK
-        plan.slots[rows, tier] = batch.slots[rows, tier]
-        plan.numbers[rows, tier] = batch.numbers[rows, tier]
-
-    def _submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
-        """Start a promotion into host memory. Its host pins stay with the caller until the pages are on the device."""
-        mover = self._mover
-        assert mover is not None
-        self._index.retain(lease)
-        transfer = self._submit(mover, plan, pool=None, work_class=WorkClass.LOAD, lease=lease)
-        if transfer is None:
-            self._abort_claims(plan)
-            self._index.unpin_pages(plan.pages)
-            self._index.release(lease)
-        return transfer
-
-    def _submit(
-        self,
-        mover: _core.Mover,
-        plan: Plan,
-        *,
-        pool: LentPool | None,
-        work_class: WorkClass,
-        layer_order: bool = False,
-        lease: int = 0,
-        deadline: float | None = None,
-        unpin_pages: bool = False,
-        is_load: bool = False,
-        inbox: Inbox | None = None,
-    ) -> Transfer | None:
-        tag, epoch = next(self._tags), self._epoch
-        core = mover.submit(
-            plan.pages,
-            plan.roles,
-            plan.slots,
-            plan.numbers,
-            pool=None if pool is None else core_pool(pool),
-            layer_order=layer_order,
-            work_class=int(work_class),
-            unpin_pages=unpin_pages,
-            lease=lease,
-            tag=tag,
-            keep_alive=None if pool is None else pool_owner(pool),
-            inbox=core_inbox(inbox),
-        )
-        if not isinstance(core, _core.Transfer):
-            return None
-        at = None if deadline is None else self._clock.monotonic() + deadline
-        transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
-        with self._lock:
-            self._watched[tag] = (transfer, core, is_load, epoch)
-        return transfer
-
-    def _abort_claims(self, plan: Plan) -> None:
-        for tier in (Tier.HOST, Tier.SHARED, Tier.DISK):
-            rows = plan.roles[:, tier] == SINK
-            if rows.any():
-                self._index.abort_many(plan.pages[rows], tier, plan.numbers[rows, tier])
-
-    # ---- making room ------------------------------------------------------------------------------------------------
-
-    def _make_room(self, tier: Tier, pages: int) -> None:
-        """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the
-        keeper's."""
-        # More than once: a victim that a match wants again meanwhile is kept, and then another has to go.
-        for _ in range(_ROOM_ATTEMPTS):
-            lacking = pages - self._index.claimable(tier)
-            if lacking <= 0:
-                return
-            self._evict(tier, lacking)
-            self._wake_keeper()
-
-    def _evict(self, tier: Tier, pages: int) -> int:
-        if pages <= 0 or tier not in self._all_tiers():
-            return 0
-        return self._drop(tier, *self._index.claim_victims(tier, pages))
-
-    def _drop(
-        self,
-        tier: Tier,
-        pages: npt.NDArray[np.uint32],
-        slots: npt.NDArray[np.uint32],
-        numbers: npt.NDArray[np.uint32],
-    ) -> int:
-        """Take LEAVING pages out of a tier: record first, then the slot may be given to another page."""
-        if pages.size == 0:
-            return 0
-        gone = self._index.finish_many(pages, tier, numbers) == _core.Status.ok.value
-        free = slots[gone]
-        medium = self._medium(tier)
-        if isinstance(medium, _core.VolumeSet):
-            medium.retire(free)
-        self._index.free_slots(tier, free)
-        self._counters.evicted(tier.name.lower(), int(free.size))
-        return int(free.size)
-
-    def _wake_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.wake()
 
     # ---- the keeper's round ------------------------------------------------------------------------------------------
 
@@ -1160,51 +832,20 @@ class PageStore:
         with self._lock:
             due = [match for at, match in self._leases if at <= now]
             self._leases = [(at, match) for at, match in self._leases if at > now]
-            running = [transfer for transfer, _, _, _ in self._watched.values()]
         for match in due:
             match.close()
-        for transfer in running:
-            transfer.enforce_deadline()
-        self._account()
-        if self._mover is not None:
-            self._mover.drain_retired()
+        self._copies.enforce_deadlines()
+        self._copies.account()
+        mover = self._copies.mover
+        if mover is not None:
+            mover.drain_retired()
         self._index.prepare(_RECORDS_AHEAD)
         for tier, pages in self._tiers.items():
             capacity = self._index.counts(tier)["capacity"]
             low = max(1, int(capacity * self._config.low_watermark))
             high = max(1, int(capacity * self._config.high_watermark))
-            self._evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
-            self._mend(tier)
-
-    def _mend(self, tier: Tier) -> bool:
-        """Let some quarantined slots that can be rewritten and read back into use again. False: there are none left."""
-        if self._index.counts(tier)["quarantined"] == 0:
-            return False
-        medium = self._medium(tier)
-        pages, slots, numbers = self._index.claim_quarantined(tier, 16)
-        for page, slot, number in zip(pages.tolist(), slots.tolist(), numbers.tolist(), strict=True):
-            # A device slot is quarantined only with the whole pool, which has been replaced since.
-            mended = medium is None or medium.rewrite_and_check(slot) == _core.Status.ok
-            self._index.mend(page, tier, number, mended)
-            if mended:
-                self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
-        return True
-
-    def _account(self) -> None:
-        """Count what done transfers did not deliver, once each, and forget them."""
-        with self._lock:
-            done = [tag for tag, (_, core, _, _) in self._watched.items() if core.done]
-            finished = [self._watched.pop(tag) for tag in done]
-        for _, core, is_load, epoch in finished:
-            if not is_load:
-                continue
-            statuses, counts = np.unique(core.page_status(), return_counts=True)
-            for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
-                reason = STATUS_REASON.get(status)
-                if reason == "deadline" and epoch != self._epoch:
-                    reason = "epoch"
-                if reason is not None:
-                    self._counters.missed(reason, count)
+            self._room.evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
+            self._room.mend(tier)
 
     def _tier_stats(self, tier: Tier, moved: dict[str, list[int]]) -> TierStats:
         counts = self._index.counts(tier)
@@ -1231,67 +872,6 @@ def _check_kind(kind: int) -> None:
         raise StepwellUsageError(f"kind: {kind} is no byte")
 
 
-class _StoreDecider:
-    """What sequences may ask of the store. See `stepwell.sequence.Decider`."""
-
-    def __init__(self, store: PageStore) -> None:
-        self._store = weakref.proxy(store)
-
-    @property
-    def epoch_turn(self) -> int:
-        return int(self._store._epoch_turns)
-
-    @property
-    def is_poisoned(self) -> bool:
-        mover = self._store._mover
-        return mover is None or bool(mover.poisoned)
-
-    def make_room(self, tier: Tier, pages: int) -> None:
-        self._store._make_room(tier, pages)
-
-    def full(self, tier: Tier, needed: int) -> Full:
-        full: Full = self._store._full(tier, needed)
-        return full
-
-    def plan_promotion(
-        self,
-        lease: int,
-        ids: npt.NDArray[np.uint32],
-        tiers: npt.NDArray[np.uint8],
-        slots: npt.NDArray[np.uint32],
-        rows: npt.NDArray[np.bool_],
-    ) -> Plan:
-        plan: Plan = self._store._plan_promotion(lease, ids, tiers, slots, rows)
-        return plan
-
-    def submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
-        transfer: Transfer | None = self._store._submit_promotion(plan, lease)
-        return transfer
-
-    def submit_demotion(self, plan: Plan, pool: LentPool) -> Transfer | None:
-        store = self._store
-        transfer: Transfer | None = store._submit(
-            store._mover, plan, pool=pool, work_class=WorkClass.SAVE, unpin_pages=True
-        )
-        return transfer
-
-    def abort_claims(self, plan: Plan) -> None:
-        self._store._abort_claims(plan)
-
-    def looked_up(self, match: Match, asked: int) -> None:
-        found = {tier.name.lower(): pages for tier, pages in match.tiers.items()}
-        self._store._counters.looked_up(asked, found, match.miss, match.pending // self._store._page_tokens)
-
-    def mend_device(self) -> bool:
-        return bool(self._store._mend(Tier.DEVICE))
-
-    def saved(self, pages: int, refused: int) -> None:
-        self._store._counters.saved(pages, refused)
-
-    def write_through_mask(self) -> int:
-        return tier_mask(*(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._store._tiers))
-
-
 _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
 
 
@@ -1300,18 +880,3 @@ def _close_open_stores() -> None:
     """Close what the program did not, so that its threads end before the interpreter does."""
     for store in list(_OPEN_STORES):
         store.close()
-
-
-class _RefusedLoad(Transfer):
-    """A load that was not begun: done at once, no page arrived, and why."""
-
-    __slots__ = ("_reason",)
-
-    def __init__(self, reason: _core.Status, clock: Clock, *, pages: int) -> None:
-        super().__init__(None, clock, pages=pages)
-        self._reason = reason
-
-    @property
-    def status(self) -> npt.NDArray[np.uint8]:
-        """Per page why it did not arrive."""
-        return np.full(self.pages, self._reason.value, dtype=np.uint8)

@@ -127,7 +127,7 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
     const size_t c = choose(chains->size());
     const std::vector<int32_t>& tokens = (*chains)[c];
     const uint32_t total = static_cast<uint32_t>(tokens.size());
-    switch (choose(7)) {
+    switch (choose(8)) {
       case 0:
       case 1: {
         const MatchResult match = index->match_and_pin(0, tokens.data(), tokens.size(), kAll);
@@ -162,6 +162,17 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
         const Tier tier = kUsed[choose(3)];
         index->claim_victims(tier, 1 + static_cast<uint32_t>(choose(3)), kNoSlot, &victims);
         for (const Victim& victim : victims) take({victim.page, tier, victim.slot, victim.number, true}, false);
+        break;
+      }
+      case 5: {
+        // A slot that is taken has had its end as a page's when it comes back; whose it was, only the index knows.
+        std::vector<uint32_t> slots;
+        const Tier tier = kUsed[choose(3)];
+        index->take_victims(tier, 1, kNoSlot, &slots);
+        for (const uint32_t slot : slots) {
+          give(&history->slots, {0, tier, slot, 0, true});
+          index->free_slots(tier, &slot, 1);
+        }
         break;
       }
       default:

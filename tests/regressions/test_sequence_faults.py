@@ -93,7 +93,7 @@ def test_a_promotion_that_the_mover_refuses_is_tried_again(
     engine.cache(prompt(1, 17))
     evict_all(engine.store, Tier.DEVICE)
     with monkeypatch.context() as patched:
-        patched.setattr(engine.store, "_submit", lambda *_, **__: None)
+        patched.setattr(engine.store._copies, "submit", lambda *_, **__: None)
         sequence = engine.open(prompt(1, 17))
         assert (sequence.loading, sequence.stalled) == (16, False)
         assert engine.store.stats().tiers["host"].arriving == 0
@@ -127,7 +127,7 @@ def test_a_load_whose_host_copies_land_while_it_is_planned_is_not_stalled(
         sequence = engine.open(prompt(1, 29))
         faults.wait_paused("mover.before_copy")
         sequence.suspend()
-        plan_promotion = engine.store._plan_promotion
+        plan_promotion = engine.store._copies.plan_promotion
 
         def plan_while_it_lands(*arguments: object) -> object:
             plan = plan_promotion(*arguments)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_a_load_whose_host_copies_land_while_it_is_planned_is_not_stalled(
             assert engine.store.quiesce(30.0)
             return plan
 
-        monkeypatch.setattr(engine.store, "_plan_promotion", plan_while_it_lands)
+        monkeypatch.setattr(engine.store._copies, "plan_promotion", plan_while_it_lands)
         sequence.resume()
     assert not sequence.stalled
     monkeypatch.undo()

@@ -91,12 +91,11 @@ class OpenTier:
 
     def evict(self, pages: int) -> int:
         """Let pages of lowest rank leave: record first, then the slot. Returns how many went."""
-        ids, slots, numbers = self.index.claim_victims(self.tier.tier, pages)
-        gone = self.index.finish_many(ids, self.tier.tier, numbers) == _core.Status.ok.value
+        slots = self.index.take_victims(self.tier.tier, pages)
         if not isinstance(self.tier.medium, _core.Slab):
-            self.tier.medium.retire(np.ascontiguousarray(slots[gone]))
-        self.index.free_slots(self.tier.tier, slots[gone])
-        return int(gone.sum())
+            self.tier.medium.retire(slots)
+        self.index.free_slots(self.tier.tier, slots)
+        return int(slots.size)
 
     def assert_whole(self, *, resident: int) -> None:
         """Check that the slots add up, that the index agrees, and that so many pages are here."""

@@ -619,10 +619,19 @@ class IndexModel:
         """LEAVING -> ABSENT, the slot on its way back. False: stale."""
         page = self._claimed(page_id, tier, number, LEAVING)
         if page is not None:
-            self._move(page, tier, "finish")
-            self._release_slot(page, tier, self.tiers[tier].returning)
-            self._drop_if_dead(page)
+            self._finish(page, tier)
         return page is not None
+
+    def take_victim(self, name: PageName, tier: int) -> None:
+        """RESIDENT -> LEAVING -> ABSENT in one, the slot on its way back."""
+        page = self.pages[name]
+        self._move(page, tier, "claim_victim")
+        self._finish(page, tier)
+
+    def _finish(self, page: Page, tier: int) -> None:
+        self._move(page, tier, "finish")
+        self._release_slot(page, tier, self.tiers[tier].returning)
+        self._drop_if_dead(page)
 
     def keep(self, page_id: int, tier: int, number: int) -> bool:
         """LEAVING -> RESIDENT. False: stale."""

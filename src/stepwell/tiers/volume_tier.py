@@ -331,9 +331,7 @@ class VolumeTier:
         """Give back what is leaving, once nothing holds it. Records stay: whoever adopts the volume finds it warm."""
         for number in [number for number, member in self._members.items() if member.is_leaving]:
             member = self._members[number]
-            pages, slots, numbers = index.claim_victims(self._tier, member.count, member.base)
-            gone = index.finish_many(pages, self._tier, numbers) == _core.Status.ok.value
-            index.free_slots(self._tier, slots[gone])
+            index.free_slots(self._tier, index.take_victims(self._tier, member.count, member.base))
             if index.drop_slots(self._tier, member.base):
                 continue
             held = member.held

@@ -1,0 +1,375 @@
+"""Decide what is copied from where to where: plans with their claims, handed to the mover and watched to their end."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell import _core
+from stepwell.clock import Clock
+from stepwell.index import ClaimOutcome, Index, Tier
+from stepwell.lease import Match
+from stepwell.mover import (
+    POOL_COLUMN,
+    SINK,
+    SOURCE,
+    STATUS_REASON,
+    Inbox,
+    Plan,
+    Transfer,
+    WorkClass,
+    core_inbox,
+)
+from stepwell.pool import LentPool, PoolSlice, core_pool, pool_owner
+from stepwell.room import Room
+from stepwell.stats import Counters
+
+U32 = npt.NDArray[np.uint32]
+U8 = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
+
+NEW: Final = int(ClaimOutcome.NEW)
+PENDING: Final = int(ClaimOutcome.PENDING)
+PRESENT: Final = int(ClaimOutcome.PRESENT)
+FULL: Final = int(ClaimOutcome.FULL)
+_CLAIMED_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The epoch of the weights. turns: how often it has changed: what was computed before a change is not published
+    after it, even if it is changed back. Written by PageStore.set_epoch alone.
+    """
+
+    number: int
+    turns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    transfer: Transfer
+    core: _core.Transfer
+    is_load: bool
+    epoch: int
+
+
+class Copies:
+    """What moves in a store, from the plan to the last page counted.
+
+    Invariant: each claim of a plan is either the mover's, which commits or aborts it, or was returned.
+    Threads: any.
+    """
+
+    def __init__(self, index: Index, room: Room, counters: Counters, epoch: Epoch, clock: Clock) -> None:
+        self._index = index
+        self._room = room
+        self._counters = counters
+        self.epoch = epoch
+        self._clock = clock
+        self._mover: _core.Mover | None = None
+        self._tags = itertools.count(1)
+        self._lock = threading.Lock()
+        self._watched: dict[int, _Watched] = {}
+
+    @property
+    def mover(self) -> _core.Mover | None:
+        """What carries plans out; None before attach() and after detach()."""
+        return self._mover
+
+    def attach(self, mover: _core.Mover) -> None:
+        """Hand plans to this mover from now on."""
+        self._mover = mover
+
+    def detach(self) -> _core.Mover | None:
+        """Refuse every plan from now on. Returns the mover."""
+        mover, self._mover = self._mover, None
+        return mover
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether an assertion of the core failed, or there is no mover: nothing is written any more."""
+        return self._mover is None or bool(self._mover.poisoned)
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self, batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+    ) -> Transfer | None:
+        """Submit the pages that have a new claim; None: refused, and every claim is returned.
+
+        Where the epoch has turned since `turn` they are: their bytes are of weights that their claims may not be of.
+        """
+        outcomes = batch.outcomes
+        new = outcomes == NEW
+        rows = np.flatnonzero(new.any(axis=1))
+        if rows.size == 0:
+            return Transfer(None, self._clock, pages=0)
+        plan = Plan.empty(batch.pages[rows])
+        plan.roles[new[rows]] = SINK
+        plan.slots[:] = batch.slots[rows]
+        plan.numbers[:] = batch.numbers[rows]
+        # A page that is in shared memory already and only lacks its disk copy is read from there: it is verified on the
+        # way.
+        from_shared = (outcomes[rows, Tier.SHARED] == PRESENT) & new[rows, Tier.DISK]
+        plan.roles[from_shared, Tier.SHARED] = SOURCE
+        plan.roles[~from_shared, POOL_COLUMN] = SOURCE
+        plan.slots[:, POOL_COLUMN] = source.slots[rows]
+        transfer = None
+        if turn == self.epoch.turns:
+            transfer = self.submit(
+                plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox
+            )
+        if transfer is None:
+            self.abort_claims(plan)
+            self._index.unpin_pages(plan.pages)
+        return transfer
+
+    # ---- loading ----------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        match: Match,
+        into: PoolSlice,
+        *,
+        layer_order: bool = False,
+        deadline: float | None = None,
+        inbox: Inbox | None = None,
+    ) -> Transfer:
+        """Submit a load of a match's pages into the caller's pool, one slot a page; disk pages also go back up.
+
+        Returns:
+            Transfer; one that is done at once, with the reason on every page, where the load was refused.
+        """
+        if match.epoch != self.epoch.number:
+            self._counters.missed("epoch", match.pages)
+            return RefusedLoad(_core.Status.cancelled, self._clock, pages=match.pages)
+        ids, tiers, slots = match.locations()
+        lease = match.lease_id()
+        plan = _plan_from(ids, tiers, slots)
+        plan.roles[:, POOL_COLUMN] = SINK
+        plan.slots[:, POOL_COLUMN] = into.slots
+        claimed = self._claim_way_up(plan, lease, tiers)
+        self._index.retain(lease)
+        transfer = self.submit(
+            plan,
+            pool=into.pool,
+            work_class=WorkClass.LOAD,
+            layer_order=layer_order,
+            lease=lease,
+            deadline=deadline,
+            unpin_pages=bool(claimed.size),
+            is_load=True,
+            inbox=inbox,
+        )
+        if transfer is None:
+            self.abort_claims(plan)
+            self._index.unpin_pages(claimed)
+            self._index.release(lease)
+            reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
+            self._counters.missed(STATUS_REASON[reason.value], ids.size)
+            return RefusedLoad(reason, self._clock, pages=int(ids.size))
+        if match.epoch != self.epoch.number:  # changed while we looked: set_epoch may not have seen this load
+            transfer.revoke()
+            transfer.cancel()
+        return transfer
+
+    def read_ahead(self, match: Match) -> None:
+        """Start bringing a match's disk pages into memory, as far as there is room."""
+        ids, tiers, slots = match.locations()
+        lease = match.lease_id()
+        whole = _plan_from(ids, tiers, slots)
+        claimed = self._claim_way_up(whole, lease, tiers)
+        rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
+        if rows.size == 0:
+            return
+        plan = Plan(whole.pages[rows], whole.roles[rows], whole.slots[rows], whole.numbers[rows])
+        self._index.retain(lease)
+        if self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease, unpin_pages=True) is None:
+            self.abort_claims(plan)
+            self._index.unpin_pages(claimed)
+            self._index.release(lease)
+
+    def _claim_way_up(self, plan: Plan, lease: int, tiers: U8) -> U32:
+        """Give the plan's disk pages a place in shared memory, or where that is full in host memory.
+
+        Returns:
+            The pages that the claims pinned.
+        """
+        claimed: list[U32] = []
+        open_rows = tiers == Tier.DISK
+        for target in (Tier.SHARED, Tier.HOST):
+            if self._room.medium(target) is None or not open_rows.any():
+                continue
+            self._room.make(target, int(open_rows.sum()))
+            batch = self._index.claim_leased(lease, target, open_rows)
+            new = batch.outcomes[:, target] == NEW
+            _take_claims(plan, batch, target, new)
+            claimed.append(plan.pages[new])
+            open_rows = open_rows & (batch.outcomes[:, target] == FULL)
+        return np.concatenate(claimed) if claimed else np.zeros(0, np.uint32)
+
+    # ---- between the device and what is below -----------------------------------------------------------------------
+
+    def plan_promotion(self, lease: int, ids: U32, tiers: U8, slots: U32, rows: Bools) -> Plan:
+        """Claim host slots for the chosen pages of a lease, and for those that come from disk a place in shared memory
+        beside; SINK in the host column where one was had."""
+        plan = _plan_from(ids, tiers, slots)
+        if not rows.any():
+            return plan
+        self._room.make(Tier.HOST, int(rows.sum()))
+        batch = self._index.claim_leased(lease, Tier.HOST, rows)
+        staged = batch.outcomes[:, Tier.HOST] == NEW
+        _take_claims(plan, batch, Tier.HOST, staged)
+        cold = staged & (tiers == Tier.DISK)
+        if self._room.medium(Tier.SHARED) is not None and cold.any():
+            self._room.make(Tier.SHARED, int(cold.sum()))
+            batch = self._index.claim_leased(lease, Tier.SHARED, cold)
+            both = batch.outcomes[:, Tier.SHARED] == NEW
+            _take_claims(plan, batch, Tier.SHARED, both)
+            self._index.unpin_pages(ids[both])  # the host claim's pin holds them
+        return plan
+
+    def submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
+        """Start a promotion into host memory. Its host pins stay with the caller until the pages are on the device.
+
+        Returns:
+            None: no room in the queue; every claim of the plan was returned.
+        """
+        self._index.retain(lease)
+        transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease)
+        if transfer is None:
+            self.abort_claims(plan)
+            self._index.unpin_pages(plan.pages)
+            self._index.release(lease)
+        return transfer
+
+    def submit_demotion(self, plan: Plan, pool: LentPool) -> Transfer | None:
+        """Start writing gathered pages through; None: no room in the queue now, nothing was returned."""
+        return self.submit(plan, pool=pool, work_class=WorkClass.SAVE, unpin_pages=True)
+
+    # ---- the mover --------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        plan: Plan,
+        *,
+        pool: LentPool | None,
+        work_class: WorkClass,
+        layer_order: bool = False,
+        lease: int = 0,
+        deadline: float | None = None,
+        unpin_pages: bool = False,
+        is_load: bool = False,
+        inbox: Inbox | None = None,
+    ) -> Transfer | None:
+        """Hand a plan to the mover; its claims and, if `lease`, one reference of that are the mover's then.
+
+        Returns:
+            None: refused (the queue or the inbox is full, the core is poisoned, the store is closing); all is still the
+            caller's.
+        """
+        mover = self._mover
+        if mover is None:
+            return None
+        tag, epoch = next(self._tags), self.epoch.number
+        core = mover.submit(
+            plan.pages,
+            plan.roles,
+            plan.slots,
+            plan.numbers,
+            pool=None if pool is None else core_pool(pool),
+            layer_order=layer_order,
+            work_class=int(work_class),
+            unpin_pages=unpin_pages,
+            lease=lease,
+            tag=tag,
+            keep_alive=None if pool is None else pool_owner(pool),
+            inbox=core_inbox(inbox),
+        )
+        if not isinstance(core, _core.Transfer):
+            return None
+        at = None if deadline is None else self._clock.monotonic() + deadline
+        transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
+        with self._lock:
+            self._watched[tag] = _Watched(transfer, core, is_load, epoch)
+        return transfer
+
+    def abort_claims(self, plan: Plan) -> None:
+        """Return the claims of a plan."""
+        for tier in _CLAIMED_TIERS:
+            rows = plan.roles[:, tier] == SINK
+            if rows.any():
+                self._index.abort_many(plan.pages[rows], tier, plan.numbers[rows, tier])
+
+    # ---- watching ---------------------------------------------------------------------------------------------------
+
+    def running(self) -> list[_core.Transfer]:
+        """Return what was submitted and not yet accounted."""
+        with self._lock:
+            return [watched.core for watched in self._watched.values()]
+
+    def enforce_deadlines(self) -> None:
+        """Cancel what has passed its deadline."""
+        with self._lock:
+            watched = list(self._watched.values())
+        for each in watched:
+            each.transfer.enforce_deadline()
+
+    def cancel_all(self) -> None:
+        """Let running loads end as misses with no byte able to land any more, and drop queued saves."""
+        with self._lock:
+            watched = list(self._watched.values())
+        for each in watched:
+            if each.is_load:
+                each.transfer.revoke()
+            each.transfer.cancel()
+
+    def account(self) -> None:
+        """Count what done transfers did not deliver, once each, and forget them."""
+        with self._lock:
+            done = [tag for tag, watched in self._watched.items() if watched.core.done]
+            finished = [self._watched.pop(tag) for tag in done]
+        for watched in finished:
+            if not watched.is_load:
+                continue
+            statuses, counts = np.unique(watched.core.page_status(), return_counts=True)
+            for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
+                reason = STATUS_REASON.get(status)
+                if reason == "deadline" and watched.epoch != self.epoch.number:
+                    reason = "epoch"
+                if reason is not None:
+                    self._counters.missed(reason, count)
+
+
+def _plan_from(ids: U32, tiers: U8, slots: U32) -> Plan:
+    plan = Plan.empty(ids)
+    rows = np.arange(ids.size)
+    plan.roles[rows, tiers] = SOURCE
+    plan.slots[rows, tiers] = slots
+    return plan
+
+
+def _take_claims(plan: Plan, batch: _core.ClaimBatch, tier: Tier, rows: Bools) -> None:
+    plan.roles[rows, tier] = SINK
+    plan.slots[rows, tier] = batch.slots[rows, tier]
+    plan.numbers[rows, tier] = batch.numbers[rows, tier]
+
+
+class RefusedLoad(Transfer):
+    """A load that was not begun: done at once, no page arrived, and why."""
+
+    __slots__ = ("_reason",)
+
+    def __init__(self, reason: _core.Status, clock: Clock, *, pages: int) -> None:
+        super().__init__(None, clock, pages=pages)
+        self._reason = reason
+
+    @property
+    def status(self) -> npt.NDArray[np.uint8]:
+        """Per page why it did not arrive."""
+        return np.full(self.pages, self._reason.value, dtype=np.uint8)

@@ -1,0 +1,132 @@
+"""Decide what leaves a tier: make room for what is wanted, count what went, mend what was damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell import _core
+from stepwell.errors import StepwellUsageError
+from stepwell.index import Index, Tier, tier_mask
+from stepwell.mover import Full
+from stepwell.stats import Counters
+from stepwell.tiers.base import PageTier
+
+_MENDED_AT_ONCE: Final = 16
+
+
+class Room:
+    """The slots of a store's tiers, as far as they are to be had.
+
+    Invariant: a slot is given to another page only after the record of the page before was retired.
+    Threads: any.
+    """
+
+    def __init__(self, index: Index, tiers: Mapping[Tier, PageTier], counters: Counters) -> None:
+        """Args: tiers: the store's, but for the device; the mapping is looked at again at every call."""
+        self._index = index
+        self._tiers = tiers
+        self._counters = counters
+        self.has_device = False
+        self.wake_keeper: Callable[[], None] = _nobody
+
+    # ---- which tiers ------------------------------------------------------------------------------------------------
+
+    @property
+    def all_tiers(self) -> list[Tier]:
+        """Every tier the store has, nearest to the computation first."""
+        return [*([Tier.DEVICE] if self.has_device else []), *sorted(self._tiers)]
+
+    @property
+    def readable(self) -> int:
+        """The mask of tiers that a load into the caller's memory can read."""
+        return tier_mask(*self._tiers)
+
+    @property
+    def lasting(self) -> tuple[Tier, ...]:
+        """Tiers that outlive the process."""
+        return tuple(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._tiers)
+
+    @property
+    def write_through(self) -> tuple[Tier, ...]:
+        """Tiers that a save goes to: those that outlive the process, else host memory.
+
+        Raises:
+            StepwellUsageError: there is none of them.
+        """
+        if not self.lasting and Tier.HOST not in self._tiers:
+            raise StepwellUsageError("this store has no host, shared or disk tier to save to")
+        return self.lasting or (Tier.HOST,)
+
+    def medium(self, tier: Tier) -> _core.Medium | None:
+        """Return what the mover copies from and to; None for a tier the store does not have, and for the device."""
+        found = self._tiers.get(tier)
+        return None if found is None else found.medium
+
+    # ---- evicting ---------------------------------------------------------------------------------------------------
+
+    def make(self, tier: Tier, pages: int) -> None:
+        """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the
+        keeper's."""
+        lacking = pages - self._index.claimable(tier)
+        if lacking > 0:
+            self.evict(tier, lacking)
+            self.wake_keeper()
+
+    def evict(self, tier: Tier, pages: int) -> int:
+        """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
+        if pages <= 0 or tier not in self.all_tiers:
+            return 0
+        return self._free(tier, self._index.take_victims(tier, pages))
+
+    def drop(
+        self, tier: Tier, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32], numbers: npt.NDArray[np.uint32]
+    ) -> int:
+        """Take LEAVING pages out of a tier, but for those that a match wanted again. Returns how many went."""
+        gone = self._index.finish_many(pages, tier, numbers) == _core.Status.ok.value
+        return self._free(tier, slots[gone])
+
+    def _free(self, tier: Tier, slots: npt.NDArray[np.uint32]) -> int:
+        """Record first, then the slot may be given to another page."""
+        if slots.size == 0:
+            return 0
+        medium = self.medium(tier)
+        if isinstance(medium, _core.VolumeSet):
+            medium.retire(slots)
+        self._index.free_slots(tier, slots)
+        self._counters.evicted(tier.name.lower(), int(slots.size))
+        return int(slots.size)
+
+    def full(self, tier: Tier, needed: int) -> Full:
+        """Say with numbers that a tier is full."""
+        counts = self._index.counts(tier)
+        return Full(
+            tier=tier.name.lower(),
+            needed=needed,
+            free=counts["free"],
+            evictable=counts["resident"] - counts["pinned"],
+            leaving=counts["leaving"],
+        )
+
+    # ---- quarantine -------------------------------------------------------------------------------------------------
+
+    def mend(self, tier: Tier) -> bool:
+        """Let some quarantined slots that can be rewritten and read back into use again. False: there are none left."""
+        if self._index.counts(tier)["quarantined"] == 0:
+            return False
+        medium = self.medium(tier)
+        pages, slots, numbers = self._index.claim_quarantined(tier, _MENDED_AT_ONCE)
+        for page, slot, number in zip(pages.tolist(), slots.tolist(), numbers.tolist(), strict=True):
+            # A device slot is quarantined only with the whole pool, which has been replaced since.
+            mended = medium is None or medium.rewrite_and_check(slot) == _core.Status.ok
+            self._index.mend(page, tier, number, mended)
+            if mended:
+                self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
+        return True
+
+
+def _nobody() -> None:
+    """Stand in for the keeper until there is one."""
