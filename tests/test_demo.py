@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from stepwell import cli
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
 from stepwell.demo import run as demo_run
-from stepwell.demo.engine import Engine, EngineOptions, Running
+from stepwell.demo.engine import Engine, Running
 from stepwell.demo.record import Record, compare
 from stepwell.demo.scenario import Sizes, Summary
 from stepwell.demo.transformer import Model, ModelConfig, make_model
+from stepwell.demo.turns import Turns
 from stepwell.demo.workload import Request, conversations
 from stepwell.index import Tier
 from stepwell.store import PageStore
@@ -66,8 +67,8 @@ class Served:
         self.running: list[Running] = []
         self.preemptions = self.computed = 0
 
-    def found(self, tier: str) -> int:
-        return sum(running.found.get(tier, 0) for running in self.running)
+    def found(self, tier: Tier) -> int:
+        return sum(running.sequence.reused.get(tier, 0) for running in self.running)
 
 
 def serve(
@@ -85,14 +86,22 @@ def serve(
     with PageStore(config) as store:
         if swap:
             swap_staged_pages(store)
-        engine = Engine(store, model, EngineOptions(batch=BATCH, reuse=reuse), history=replay)
 
         def finished(running: Running) -> None:
             out.running.append(running)
             if between is not None:
                 between(store)
 
-        engine.serve(requests, record=out.record, replay=replay, on_finished=finished)
+        turns = Turns(
+            requests,
+            max_tokens=CONFIG.max_tokens,
+            record=out.record,
+            replay=replay,
+            reuse=reuse,
+            on_finished=finished,
+        )
+        engine = Engine(store, model, batch=BATCH, hooks=turns.hooks())
+        engine.serve(turns.next_prompt)
         assert store.flush(30.0)
         assert store.check() == ""
         stats = store.stats()
@@ -127,8 +136,8 @@ def test_four_tiers_serve_the_logits_of_an_unbounded_pool(
     verdict = compare(ours.record, oracle.record, tolerance=1e-3)
     assert verdict.holds, [str(difference) for difference in verdict.differences]
     assert verdict.equal > 100
-    assert ours.found("shared") > 0
-    assert ours.found("disk") > 0
+    assert ours.found(Tier.SHARED) > 0
+    assert ours.found(Tier.DISK) > 0
     assert len(ours.running) == len(requests)
 
 
@@ -144,7 +153,7 @@ def test_a_device_too_small_for_the_batch_preempts_and_serves_the_same(
 def test_no_reuse_serves_the_same(model: Model, requests: tuple[Request, ...], oracle: Served) -> None:
     config = StoreConfig(geometry=GEOMETRY, device=DeviceTier(pages=400), host=16 * 4096)
     alone = serve(config, model, requests, replay=oracle.record, reuse=False)
-    assert sum(alone.found(tier) for tier in ("device", "host")) == 0
+    assert sum(alone.found(tier) for tier in (Tier.DEVICE, Tier.HOST)) == 0
     assert alone.computed > oracle.computed
     verdict = compare(oracle.record, alone.record, tolerance=1e-3)
     assert verdict.holds, [str(difference) for difference in verdict.differences]
@@ -155,7 +164,7 @@ def test_a_restart_finds_the_pages_and_serves_the_same(
 ) -> None:
     first = serve(tiered(directories, device=18), model, requests)
     again = serve(tiered(directories, device=18), model, requests[-4:], replay=first.record)
-    assert again.found("shared") > 0
+    assert again.found(Tier.SHARED) > 0
     verdict = compare(again.record, first.record, tolerance=1e-3)
     assert verdict.holds, [str(difference) for difference in verdict.differences]
 

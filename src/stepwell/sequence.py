@@ -15,6 +15,7 @@ device pool's steps. Whatever is in flight, close and abort return everything ex
 from __future__ import annotations
 
 import collections
+import operator
 import queue
 import threading
 import weakref
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
+from stepwell.clock import SystemClock
 from stepwell.copies import Copies
 from stepwell.errors import DeviceResetError, LeaseClosedError, StepwellUsageError
 from stepwell.hashing import as_tokens, prefix_hashes
@@ -47,7 +49,8 @@ _PENDING: Final = int(ClaimOutcome.PENDING)
 _PRESENT: Final = int(ClaimOutcome.PRESENT)
 _LOWER_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
 _RETRY_SECONDS: Final = 0.005
-"""Seconds until a gather that the mover's queue had no room for is offered again."""
+"""Seconds until a gather that the mover's queue had no room for is offered again, and between two looks at what gives
+no sign when it ends: pages written through, transfers behind the oldest."""
 
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
@@ -215,6 +218,11 @@ class Sequence:
         return self._state is _State.CLOSED
 
     @property
+    def settled(self) -> bool:
+        """Whether nothing is loading or pending: what `ready` lacks is this sequence's to compute."""
+        return not (self.loading or self.pending)
+
+    @property
     def stalled(self) -> bool:
         """Whether loading cannot go on: every slot it could use is pinned by running sequences. Suspend one, or
         compute()."""
@@ -271,9 +279,14 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.request_id or ''} {self._state.value}, {self._length} tokens: {self.ready} ready, "
+            f"<{self._name} {self._state.value}, {self._length} tokens: {self.ready} ready, "
             f"{self.loading} loading, {self.pending} pending, {self.missing} missing>"
         )
+
+    @property
+    def _name(self) -> str:
+        """What messages call it."""
+        return "Sequence" if self.request_id is None else f"Sequence {self.request_id}"
 
     # ---- arrays that grow --------------------------------------------------------------------------------------------
 
@@ -318,6 +331,27 @@ def _with_room(array: npt.NDArray[Any], used: int, more: int) -> npt.NDArray[Any
     grown = np.empty((max(64, 2 * used, used + more), *array.shape[1:]), dtype=array.dtype)
     grown[:used] = array[:used]
     return grown
+
+
+def _as_counts(call: str, sequences: Seq[Sequence], counts: Seq[int]) -> list[int]:
+    """Return token counts, one a sequence, as ints.
+
+    Raises: StepwellUsageError where they are not whole numbers >= 0, or not as many as the sequences.
+    """
+    if len(counts) != len(sequences):
+        raise StepwellUsageError(f"{call}: {len(sequences)} sequences, {len(counts)} token counts; give one for each")
+    try:
+        whole = [operator.index(count) for count in counts]
+    except TypeError as cause:
+        raise StepwellUsageError(f"{call}: token counts are whole numbers, got {list(counts)}") from cause
+    if whole and min(whole) < 0:
+        raise StepwellUsageError(f"{call}: a sequence has no {min(whole)} tokens; counts are from its first token on")
+    return whole
+
+
+def _check_timeout(seconds: float | None) -> None:
+    if seconds is not None and not seconds >= 0:
+        raise StepwellUsageError(f"timeout must be seconds >= 0 or None, got {seconds}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +429,39 @@ class Sequences:
             sequence._pending_pages = 0
             if not sequence._promotions:
                 sequence._stop_waiting()
+
+    def wait(self, sequences: Seq[Sequence], timeout: float | None) -> list[Sequence]:
+        """Do the store's half until one of some sequences is settled, nothing moves any more, or time is over."""
+        _check_timeout(timeout)
+        clock = SystemClock()
+        until = None if timeout is None else clock.monotonic() + timeout
+        while True:
+            self.drain()
+            with self.lock:
+                # Before the look: what is seen moving here may have landed by then, and the look has missed it.
+                was_moving = self._is_moving()
+                for sequence in sequences:
+                    self._check(sequence)
+                    if not sequence.settled:
+                        self.promote(sequence)
+                settled = [sequence for sequence in sequences if sequence.settled]
+                is_moving = (was_moving or self._is_moving()) and not self.copies.is_poisoned
+                if settled or not sequences or not is_moving:
+                    return settled
+            left = _RETRY_SECONDS if until is None else min(_RETRY_SECONDS, until - clock.monotonic())
+            if left <= 0:
+                return []
+            self._wait_a_moment(left)
+
+    def _wait_a_moment(self, seconds: float) -> None:
+        """Wait for the oldest transfer that a sequence waits for; where there is none, for a gather to land."""
+        with self.lock:
+            transfers = [p.transfer for s in self._each_open() for p in s._promotions if p.transfer is not None]
+        if transfers:
+            transfers[0].wait(seconds)
+            return
+        with self._landed:
+            self._landed.wait(seconds)
 
     def _look(self, sequence: Sequence, *, is_first: bool = False) -> None:
         """Match the prefix in all tiers, take what the device has, start loading what it lacks.
@@ -578,11 +645,11 @@ class Sequences:
         ok = np.zeros(len(sequences), dtype=np.bool_)
         full: Full | None = None
         with self.lock:
-            pages = [-(-tokens // self.page_tokens) for tokens in upto]
+            pages = [-(-tokens // self.page_tokens) for tokens in _as_counts("extend", sequences, upto)]
             for sequence, wanted in zip(sequences, pages, strict=True):
                 self._check(sequence)
                 if sequence._promotions and wanted > sequence._page_count:
-                    raise StepwellUsageError(f"{sequence!r} is loading: wait until `loading` is 0, or close it")
+                    raise StepwellUsageError(f"{sequence!r} is loading: device.wait() for it, or close it")
             for number, (sequence, wanted) in enumerate(zip(sequences, pages, strict=True)):
                 refused = self._extend(sequence, wanted)
                 ok[number] = refused is None
@@ -642,14 +709,15 @@ class Sequences:
     def publish(self, sequences: Seq[Sequence], computed: Seq[int]) -> tuple[int, int]:
         """Publish full pages whose computation was dispatched, and write them through."""
         published = duplicates = 0
+        counts = _as_counts("publish", sequences, computed)
         with self.lock:
-            for sequence, tokens in zip(sequences, computed, strict=True):
+            for sequence, tokens in zip(sequences, counts, strict=True):
                 self._check(sequence)
                 if tokens > sequence._page_count * self.page_tokens or tokens > sequence._length:
                     raise StepwellUsageError(
                         f"{tokens} tokens computed, but {sequence!r} has {sequence._page_count} pages"
                     )
-            for sequence, tokens in zip(sequences, computed, strict=True):
+            for sequence, tokens in zip(sequences, counts, strict=True):
                 new, double = self._publish(sequence, tokens // self.page_tokens)
                 published += new
                 duplicates += double
@@ -821,7 +889,7 @@ class Sequences:
         """Open again with all tokens so far."""
         with self.lock:
             if sequence._state is _State.CLOSED:
-                raise LeaseClosedError(f"sequence {sequence.request_id or ''} was closed")
+                raise LeaseClosedError(f"{sequence._name} was closed; open() another")
             self._give_back(sequence, _State.MATCHED)
             sequence._epoch_turn = self.copies.epoch.turns
             sequence._waits = True
@@ -871,7 +939,7 @@ class Sequences:
         if sequence._owner is not self:
             raise StepwellUsageError(f"{sequence!r} is of another store")
         if sequence._state is _State.CLOSED:
-            raise LeaseClosedError(f"sequence {sequence.request_id or ''} was closed")
+            raise LeaseClosedError(f"{sequence._name} was closed; open() another")
         if sequence._state is _State.LOST:
             raise DeviceResetError("the device pool was lost in a failed step; resume() or close() the sequence")
 
@@ -990,6 +1058,22 @@ class ManagedDevice:
     def drain(self) -> None:
         """Do the store's half of a step alone: what has landed is put on the device, gathers are dispatched."""
         self._sequences.drain()
+
+    def wait(self, sequences: Seq[Sequence], timeout: float | None = None) -> list[Sequence]:
+        """Do the store's half until one of these sequences is settled: for an engine that has nothing to compute.
+
+        Args:
+            timeout: seconds, None for no limit.
+
+        Returns:
+            Those that are settled, in the order given. None of them: time is over, or nothing moves that would help,
+            so waiting longer is in vain: each is `stalled`, or pending on what another sequence has yet to compute.
+            Compute that, suspend() one, or compute() one.
+
+        Raises: as drain(); as promote() for a sequence that is suspended, lost or closed; StepwellUsageError.
+        Threads: the engine's. Cost: sleeps until a transfer ends, for 5 ms at most at a time.
+        """
+        return self._sequences.wait(sequences, timeout)
 
     def pool_for_testing(self) -> DevicePool:
         """Return the pool itself: for hooks of stepwell.testing, never for an engine."""

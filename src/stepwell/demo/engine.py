@@ -1,320 +1,196 @@
-"""Serve requests: a small engine with continuous batching over stepwell sequences.
+"""Serve prompts: a small engine with continuous batching, chunked prefill and preemption, on stepwell's sequences.
 
-A round: finish what has landed (drain) -> admit -> pick one prefill chunk and all decodes -> extend (suspend the
-youngest where the device is full) -> one step on the pool -> publish, append, record. The engine never copies a page
-and never names a tier.
+A round: admit -> choose all decodes and a chunk of one prefill, get pages for them (suspend the youngest where there is
+no room) -> a step on the pool -> publish, choose tokens, append them. docs/engine.md walks through this file.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from stepwell import Namespace, PageStore
-from stepwell import Sequence as RunningSequence
-from stepwell.demo.record import Record
+from stepwell import Full, Namespace, PageStore, Sequence
 from stepwell.demo.transformer import CHUNK_TOKENS, Model
-from stepwell.demo.workload import Request
 
 Tokens = npt.NDArray[np.int32]
+Logits = npt.NDArray[np.float32]
+PATIENCE_SECONDS = 10.0  # for pages that are on their way, before the engine makes do without them
 
-IDLE_ROUNDS = 10_000
-"""Rounds in a row without anything to wait for or to compute, after which the engine gives up: a bug, not a load."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Ask for an answer: up to `output_tokens` >= 1 tokens, fewer where one of `stop` is chosen."""
+
+    id: int
+    tokens: Tokens
+    output_tokens: int
+    stop: frozenset[int] = frozenset()
+    namespace: Namespace | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Running:
-    """One request between admission and its last token."""
+    """One prompt between admission and its last token. computed: leading tokens whose KV is on the device."""
 
-    request: Request
-    prompt: Tokens
-    forced: Tokens | None  # answers to give instead of the greedy ones: replay
-    sequence: RunningSequence | None
-    computed: int = 0
+    prompt: Prompt
+    sequence: Sequence
     produced: list[int] = field(default_factory=list)
-    admitted_at: float = 0.0
-    first_token_at: float | None = None
-    ready_at: float | None = None
-    found: dict[str, int] = field(default_factory=dict)
+    computed: int = 0
+    is_begun: bool = False  # what was found of its prefix is on the device: the rest is its own to compute
 
     @property
-    def total(self) -> int:
-        """Tokens so far."""
-        return self.prompt.size + len(self.produced)
+    def upto(self) -> int:
+        """Where its next computation ends: a chunk further, or at its last token."""
+        return min(self.computed + CHUNK_TOKENS, self.sequence.tokens.size)
 
     @property
-    def open_sequence(self) -> RunningSequence:
-        """The sequence; it is there while the request runs."""
-        assert self.sequence is not None
-        return self.sequence
+    def is_decoding(self) -> bool:
+        """Whether all it lacks is the KV of the token that was chosen last."""
+        return bool(self.produced) and self.computed == self.sequence.tokens.size - 1
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """batch: sequences that run at once. reuse: whether a prompt may start from cached pages."""
+class Hooks:
+    """What the caller is asked (choose: the next token) and told."""
 
-    batch: int = 8
-    reuse: bool = True
+    choose: Callable[[Running, Logits], int] = lambda running, logits: int(logits.argmax())
+    on_begun: Callable[[Running], None] = lambda running: None  # its prefix is on the device; again after a preemption
+    on_logits: Callable[[Running, int, Logits], None] = lambda running, first, rows: None  # of positions first, ...
+    on_token: Callable[[Running, int], None] = lambda running, token: None
+    on_finished: Callable[[Running], None] = lambda running: None
 
 
 class Engine:
-    """Serve requests one schedule after the other.
+    """Serve prompts as they come: at most `batch` at once, the first of them gets room first. Threads: one."""
 
-    Invariant: `running` holds at most `batch` requests; each holds one sequence.
-    Threads: one; it owns the device pool.
-    """
-
-    def __init__(
-        self, store: PageStore, model: Model, options: EngineOptions, *, history: Record | None = None
-    ) -> None:
-        """Args: history: where the earlier turns of conversations stand that this engine did not serve itself."""
-        self._store = store
-        self._model = model
-        self._options = options
+    def __init__(self, store: PageStore, model: Model, *, batch: int, hooks: Hooks | None = None) -> None:
+        self._store, self._model, self._batch, self._hooks = store, model, batch, hooks or Hooks()
         self._running: list[Running] = []
         self._suspended: deque[Running] = deque()
-        self._answers: dict[int, Tokens] = {}
-        self._tables = np.zeros((options.batch, model.config.max_pages), dtype=np.int32)
-        self._history = history
-        self._is_crowded = False  # a request was suspended for room, and none has finished since
-        self._idle_rounds = 0
-        self.preemptions = 0
-        self.computed_tokens = 0
-        self.rounds = 0
+        self._is_crowded = False  # one was suspended for room, and none has finished since
+        self.preemptions = self.computed_tokens = 0
 
-    def serve(
-        self,
-        requests: Sequence[Request],
-        *,
-        record: Record,
-        replay: Record | None = None,
-        on_finished: Callable[[Running], None] | None = None,
-    ) -> None:
-        """Serve requests to the end, in order of arrival as far as batch and conversations allow.
-
-        Args:
-            record: gets every logit. replay: where given, answers are taken from it instead of the greedy choice, so
-                that a difference of one run does not change the prompts of later turns.
-            on_finished: called after each request.
-        """
-        waiting = deque(requests)
-        while waiting or self._running or self._suspended:
-            self.rounds += 1
-            self._store.device.drain()
-            self._admit(waiting, record, replay)
-            prefill, decodes = self._pick()
-            if prefill is None and not decodes:
-                self._unblock()
-                continue
-            self._idle_rounds = 0
-            self._step(prefill, decodes, record)
-            for done in [r for r in self._running if len(r.produced) >= r.request.output_tokens]:
-                self._finish(done, record, on_finished)
-
-    # ---- admission ------------------------------------------------------------------------------------------------
-
-    def _admit(self, waiting: deque[Request], record: Record, replay: Record | None) -> None:
-        if self._is_crowded and self._running:
-            return  # who came back now would take the room that somebody was suspended for
-        self._is_crowded = False
-        while self._suspended and len(self._running) < self._options.batch:
-            back = self._suspended.popleft()
-            back.open_sequence.resume()
-            back.computed = 0
-            back.ready_at = None
-            self._running.append(back)
-        held: list[Request] = []
-        while waiting and len(self._running) < self._options.batch:
-            request = waiting.popleft()
-            if request.follows is not None and not self._is_answered(request.follows):
-                held.append(request)  # its conversation's earlier turn is not answered yet
-                continue
-            prompt = self._prompt(request)
-            forced = None if replay is None else replay.answer(request.id)
-            running = Running(request, prompt, forced, None, admitted_at=time.perf_counter())
-            alone = None if self._options.reuse else Namespace(salt=f"request {request.id}")
-            running.sequence = self._store.open(prompt, namespace=alone, request_id=str(request.id))
-            record.begin(request.id, exact_until=self._exact_until(request, prompt, record))
-            self._running.append(running)
-        waiting.extendleft(reversed(held))
-
-    def _is_answered(self, request: int) -> bool:
-        return request in self._answers or (self._history is not None and request in self._history.served)
-
-    def _so_far(self, request: int) -> Tokens:
-        """Prompt and answer of a request that was served, by this engine or before."""
-        if request in self._answers:
-            return self._answers[request]
-        assert self._history is not None
-        served = self._history.served[request]
-        assert served.prompt is not None
-        assert served.answer is not None
-        return np.concatenate([served.prompt, served.answer])
-
-    def _exact_until(self, request: Request, prompt: Tokens, record: Record) -> int:
-        """Where the first generated token of the conversation stands."""
-        if request.follows is None:
-            return int(prompt.size)
-        for known in (record, self._history):
-            if known is not None and request.follows in known.served:
-                return min(known.served[request.follows].exact_until, int(prompt.size))
-        raise AssertionError(f"request {request.id} follows {request.follows}, which nobody served")
-
-    def _prompt(self, request: Request) -> Tokens:
-        if request.follows is None:
-            prompt = request.tokens
-        else:
-            prompt = np.concatenate([self._so_far(request.follows), request.tokens])
-        room = self._model.config.max_tokens - request.output_tokens
-        return np.ascontiguousarray(prompt[:room], dtype=np.int32)
-
-    # ---- choosing ---------------------------------------------------------------------------------------------------
-
-    def _pick(self) -> tuple[Running | None, list[Running]]:
-        """Choose one request to prefill and those to decode, and give them device pages."""
-        decodes = [r for r in self._running if r.computed >= r.prompt.size and r.computed == r.total - 1]
-        prefill = next((r for r in self._running if r not in decodes and self._is_ready(r)), None)
-        chosen = [*decodes, *([prefill] if prefill is not None else [])]
-        while chosen:
-            upto = [min(r.computed + CHUNK_TOKENS, r.total) if r is prefill else r.total for r in chosen]
-            extended = self._store.extend([r.open_sequence for r in chosen], upto)
-            if not extended.ok.all():  # pages that are being written through are pinned until they are: let them land
-                self._store.device.drain()
-                self._store.quiesce(1.0)
-                extended = self._store.extend([r.open_sequence for r in chosen], upto)
-            if extended.ok.all():
-                break
-            if len(self._running) == 1:
-                raise RuntimeError(f"the device pool is too small for one request: {extended.full}")
-            victim = self._running[-1]
-            self._suspend(victim)
-            chosen = [r for r in chosen if r is not victim]
-            decodes = [r for r in decodes if r is not victim]
-            if prefill is victim:
-                prefill = None
-        return prefill, decodes
-
-    def _is_ready(self, running: Running) -> bool:
-        """Whether a request's prefix is settled: on the device, or its own to compute."""
-        sequence = running.open_sequence
-        if running.ready_at is not None:
-            return True
-        if sequence.loading or sequence.pending:
-            sequence.promote()
-        if sequence.loading or sequence.pending:
-            return False
-        running.computed = sequence.ready
-        running.ready_at = time.perf_counter()
-        running.found = {tier.name.lower(): tokens for tier, tokens in sequence.reused.items()}
-        return True
-
-    def _unblock(self) -> None:
-        """Nothing can be computed now: let transfers land, or free the device if all wait for its slots."""
-        stalled = [r for r in self._running if r.open_sequence.stalled]
-        waiting = [r for r in self._running if r.open_sequence.pending and not r.open_sequence.loading]
-        if stalled and len(stalled) + len(waiting) == len(self._running):
-            if len(self._running) > 1:
-                self._suspend(self._running[-1])
+    def serve(self, next_prompt: Callable[[], Prompt | None]) -> None:
+        """Serve until nothing runs and there is no next prompt. next_prompt: None where there is none now."""
+        while self._admit(next_prompt):
+            if chosen := self._choose():
+                self._step(chosen)
             else:
-                stalled[0].open_sequence.compute()
-        elif waiting and len(waiting) == len(self._running):
-            waiting[0].open_sequence.compute()
-        elif self._store.quiesce(0.05):
-            self._idle_rounds += 1
-            if self._idle_rounds > IDLE_ROUNDS:
-                raise RuntimeError(f"nothing moves and nothing can be computed: {self._running}")
-            threading.Event().wait(0.001)
+                self._wait()
 
-    def _suspend(self, running: Running) -> None:
+    def recover(self) -> None:
+        """After a step that raised: begin again with a new pool and what lower tiers hold. serve() goes on then."""
+        self._store.device.renew()
+        self._suspended, self._running = deque([*self._running, *self._suspended]), []
+
+    def _admit(self, next_prompt: Callable[[], Prompt | None]) -> bool:
+        """Fill the batch: first with those that were suspended. False: there is nobody to serve."""
+        self._store.device.drain()
+        if self._is_crowded and self._running:
+            return True  # who came in now would take the room that another was suspended for
+        self._is_crowded = False
+        while self._suspended and len(self._running) < self._batch:
+            back = self._suspended.popleft()
+            back.sequence.resume()
+            back.computed, back.is_begun = 0, False
+            self._running.append(back)
+        while len(self._running) < self._batch and (prompt := next_prompt()) is not None:
+            sequence = self._store.open(prompt.tokens, namespace=prompt.namespace, request_id=str(prompt.id))
+            self._running.append(Running(prompt, sequence))
+        return bool(self._running)
+
+    def _choose(self) -> list[Running]:
+        """Choose who computes in this round, at most one of them a prefill, and get pages for it."""
+        chosen = [r for r in self._running if r.is_decoding]
+        chosen += next(([r] for r in self._running if not r.is_decoding and self._is_begun(r)), [])
+        while chosen and (full := self._extend(chosen)) is not None:
+            if len(self._running) == 1:
+                raise RuntimeError(f"the device pool is too small for one request: {full}")
+            self._suspend_youngest()
+            chosen = [r for r in chosen if r in self._running]
+        return chosen
+
+    def _is_begun(self, running: Running) -> bool:
+        if not running.is_begun:
+            running.sequence.promote()
+            if running.sequence.settled:
+                running.computed, running.is_begun = running.sequence.ready, True
+                self._hooks.on_begun(running)
+        return running.is_begun
+
+    def _extend(self, chosen: list[Running]) -> Full | None:
+        """Get device pages for what is computed next. Full: there are none, though all that could leave has left."""
+        sequences, upto = [r.sequence for r in chosen], [r.upto for r in chosen]
+        if self._store.extend(sequences, upto).full is None:
+            return None
+        self._store.device.drain()  # a published page stays until it is written through: let that happen
+        self._store.quiesce(PATIENCE_SECONDS)
+        return self._store.extend(sequences, upto).full
+
+    def _suspend_youngest(self) -> None:
         self.preemptions += 1
         self._is_crowded = True
-        running.open_sequence.suspend()
-        self._running.remove(running)
-        self._suspended.appendleft(running)
+        self._suspended.appendleft(self._running.pop())
+        self._suspended[0].sequence.suspend()
 
-    # ---- computing ---------------------------------------------------------------------------------------------------
+    def _wait(self) -> None:
+        """Let pages land; where none would, suspend the youngest, or let the only one compute what it waits for."""
+        if not self._store.device.wait([r.sequence for r in self._running], PATIENCE_SECONDS):
+            if len(self._running) > 1:
+                self._suspend_youngest()
+            else:
+                self._running[0].sequence.compute()
 
-    def _step(self, prefill: Running | None, decodes: list[Running], record: Record) -> None:
-        model, store = self._model, self._store
-        chunk_logits = batch_logits = None
-        with store.device.step() as pool:
-            if prefill is not None:
-                tokens, length = self._chunk(prefill)
-                store.block_tables([prefill.open_sequence], self._tables)
-                pool.arrays, chunk_logits = model.prefill_chunk(
-                    model.weights,
-                    pool.arrays,
-                    tokens,
-                    np.int32(prefill.computed),
-                    np.int32(length),
-                    self._tables[0].copy(),
-                )
-            if decodes:
-                store.block_tables([r.open_sequence for r in decodes], self._tables)
-                pool.arrays, batch_logits = model.decode(
-                    model.weights,
-                    pool.arrays,
-                    self._batch([int(r.open_sequence.tokens[-1]) for r in decodes]),
-                    self._batch([r.total - 1 for r in decodes]),
-                    self._tables.copy(),
-                    np.arange(self._options.batch) < len(decodes),
-                )
-        moved = list(decodes)
-        if prefill is not None and chunk_logits is not None:
-            rows = np.asarray(chunk_logits)[:length]
-            record.add(prefill.request.id, prefill.computed, rows)
-            prefill.computed += length
-            self.computed_tokens += length
-            moved.append(prefill)
-        if batch_logits is not None:
-            for running, row in zip(decodes, np.asarray(batch_logits), strict=False):
-                record.add(running.request.id, running.total - 1, row[None])
-                running.computed = running.total
-            self.computed_tokens += len(decodes)
-        store.publish([r.open_sequence for r in moved], [r.computed for r in moved])
-        for running in moved:
-            if running.computed == running.total:
-                self._take_token(running, record)
+    def _step(self, chosen: list[Running]) -> None:
+        """Compute, publish what is full, and choose a token for each whose tokens are all computed."""
+        decodes, prefills = [r for r in chosen if r.is_decoding], [r for r in chosen if not r.is_decoding]
+        calls = [(self._model.prefill_chunk, self._chunk(running)) for running in prefills]
+        calls += [(self._model.decode, self._decode_batch(decodes))] if decodes else []
+        logits = []
+        with self._store.device.step() as pool:
+            for compute, inputs in calls:
+                pool.arrays, on_device = compute(self._model.weights, pool.arrays, *inputs)
+                logits.append(on_device)
+            on_host: list[Logits] = [np.asarray(rows) for rows in logits]  # waits: what fails, fails the step
+        computed = [(running, on_host[0][: running.upto - running.computed]) for running in prefills]
+        computed += [(running, on_host[-1][row : row + 1]) for row, running in enumerate(decodes)]
+        for running, rows in computed:
+            self._hooks.on_logits(running, running.computed, rows)
+            running.computed += len(rows)
+            self.computed_tokens += len(rows)
+        self._store.publish([r.sequence for r, _ in computed], [r.computed for r, _ in computed])
+        for running, rows in computed:
+            if running.computed == running.sequence.tokens.size:
+                self._take_token(running, self._hooks.choose(running, rows[-1]))
 
-    @staticmethod
-    def _chunk(running: Running) -> tuple[Tokens, int]:
-        start = running.computed
-        length = min(CHUNK_TOKENS, running.total - start)
-        tokens = np.zeros(CHUNK_TOKENS, dtype=np.int32)
-        tokens[:length] = running.open_sequence.tokens[start : start + length]
-        return tokens, length
+    def _chunk(self, running: Running) -> tuple[object, ...]:
+        """Return (tokens, start, length, block table), the tokens padded to the one length that is compiled."""
+        tokens, length = np.zeros(CHUNK_TOKENS, np.int32), running.upto - running.computed
+        tokens[:length] = running.sequence.tokens[running.computed : running.upto]
+        return tokens, np.int32(running.computed), np.int32(length), self._tables([running], rows=1)[0]
 
-    def _batch(self, values: list[int]) -> Tokens:
-        padded = np.zeros(self._options.batch, dtype=np.int32)
-        padded[: len(values)] = values
-        return padded
+    def _decode_batch(self, decodes: list[Running]) -> tuple[object, ...]:
+        """Return (tokens, positions, block tables, active), padded to a full batch by rows that are not active."""
+        tokens, positions = np.zeros((2, self._batch), np.int32)
+        tokens[: len(decodes)] = [running.produced[-1] for running in decodes]
+        positions[: len(decodes)] = [running.computed for running in decodes]
+        return tokens, positions, self._tables(decodes, rows=self._batch), np.arange(self._batch) < len(decodes)
 
-    def _take_token(self, running: Running, record: Record) -> None:
-        """Choose the next token: greedy, or the one that is replayed."""
-        if running.first_token_at is None:
-            running.first_token_at = time.perf_counter()
-        if len(running.produced) >= running.request.output_tokens:
-            return
-        if running.forced is not None:
-            token = int(running.forced[len(running.produced)])
-        else:
-            token = record.greedy(running.request.id, running.total - 1)
+    def _tables(self, chosen: list[Running], *, rows: int) -> Tokens:
+        tables = np.empty((rows, self._model.config.max_pages), np.int32)
+        self._store.block_tables([r.sequence for r in chosen], tables)
+        return tables
+
+    def _take_token(self, running: Running, token: int) -> None:
         running.produced.append(token)
-        self._store.append([running.open_sequence], np.array([token], dtype=np.int32))
-
-    def _finish(self, done: Running, record: Record, on_finished: Callable[[Running], None] | None) -> None:
-        self._is_crowded = False
-        done.open_sequence.close()
-        self._running.remove(done)
-        answer = np.array(done.produced, dtype=np.int32)
-        whole = np.concatenate([done.prompt, answer])
-        self._answers[done.request.id] = whole
-        record.finish(done.request.id, prompt=done.prompt, answer=answer)
-        if on_finished is not None:
-            on_finished(done)
+        self._store.append([running.sequence], np.array([token], np.int32))
+        self._hooks.on_token(running, token)
+        if len(running.produced) >= running.prompt.output_tokens or token in running.prompt.stop:
+            self._is_crowded = False
+            self._running.remove(running)
+            running.sequence.close()
+            self._hooks.on_finished(running)

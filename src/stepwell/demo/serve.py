@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from stepwell import DeviceTier, DiskTier, PageStore, SharedTier, StoreConfig
-from stepwell.demo.engine import Engine, EngineOptions, Running
+from stepwell.demo.engine import Engine, Running
 from stepwell.demo.record import Record
 from stepwell.demo.scenario import Scenario, Served, Summary, requests_of
 from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cache, make_model
+from stepwell.demo.turns import Turns
 from stepwell.demo.workload import Request, conversations
 
 
@@ -110,7 +111,8 @@ def main(argument: str) -> int:
     model = make_model(config)
     requests, _ = requests_of(scenario, vocab=config.vocab, max_tokens=config.max_tokens)
     replay = None if scenario.replay is None else Record.load(Path(scenario.replay))
-    totals, done = Totals(), []
+    totals = Totals()
+    done: list[Served] = []
     started = time.perf_counter()
     needed = sum(r.tokens.size + r.output_tokens for r in requests) + config.max_tokens * scenario.sizes.batch
     with open_store(scenario, config, needed) as store:
@@ -121,48 +123,60 @@ def main(argument: str) -> int:
         totals.opened = time.perf_counter() - started
         warm_up(store, model, scenario.sizes.batch)
         say(ready=time.perf_counter() - started)
-        engine = Engine(
-            store, model, EngineOptions(batch=scenario.sizes.batch, reuse=scenario.mode != "recompute"), history=replay
-        )
         record = Record()
 
         def finished(running: Running) -> None:
-            assert running.ready_at is not None
-            assert running.first_token_at is not None
+            times = turns.times[running.prompt.id]
             totals.generated += len(running.produced)
             done.append(
                 Served(
-                    request=running.request.id,
-                    prompt=int(running.prompt.size),
-                    found=running.found,
-                    wait=running.ready_at - running.admitted_at,
-                    first_token=running.first_token_at - running.admitted_at,
+                    request=running.prompt.id,
+                    prompt=int(running.prompt.tokens.size),
+                    found={tier.name.lower(): tokens for tier, tokens in running.sequence.reused.items()},
+                    wait=times.begun - times.admitted,
+                    first_token=times.first_token - times.admitted,
                 )
             )
-            say(finished=running.request.id)
+            say(finished=running.prompt.id)
 
+        turns = Turns(
+            requests,
+            max_tokens=config.max_tokens,
+            record=record,
+            replay=replay,
+            reuse=scenario.mode != "recompute",
+            on_finished=finished,
+        )
+        engine = Engine(store, model, batch=scenario.sizes.batch, hooks=turns.hooks())
         began = time.perf_counter()
-        engine.serve(requests, record=record, replay=replay, on_finished=finished)
+        engine.serve(turns.next_prompt)
         totals.seconds = time.perf_counter() - began
         store.flush(30.0)
         record.save(Path(scenario.record))
         say(summary=summarize(store, scenario, engine, done, totals))
         if scenario.serve_on:
             say(serving_on=True)
-            _serve_until_killed(scenario, engine, config)
+            _serve_until_killed(scenario, store, model)
     return 0
 
 
-def _serve_until_killed(scenario: Scenario, engine: Engine, config: ModelConfig) -> None:
+def _serve_until_killed(scenario: Scenario, store: PageStore, model: Model) -> None:
     """Serve requests that nobody has seen, so that the kill finds saves under way."""
-    others = conversations(scenario.seed + 1, users=64, turns=2, vocab=config.vocab, max_tokens=config.max_tokens)
+    vocab, max_tokens = model.config.vocab, model.config.max_tokens
+    others = conversations(scenario.seed + 1, users=64, turns=2, vocab=vocab, max_tokens=max_tokens)
     renumbered = [
         Request(
             r.id + 10**6, r.tokens, r.output_tokens, r.conversation, None if r.follows is None else r.follows + 10**6
         )
         for r in others
     ]
-    engine.serve(renumbered, record=Record(), on_finished=lambda running: say(finished=running.request.id))
+    turns = Turns(
+        renumbered,
+        max_tokens=max_tokens,
+        record=Record(),
+        on_finished=lambda running: say(finished=running.prompt.id),
+    )
+    Engine(store, model, batch=scenario.sizes.batch, hooks=turns.hooks()).serve(turns.next_prompt)
 
 
 if __name__ == "__main__":

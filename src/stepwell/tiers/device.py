@@ -457,7 +457,10 @@ class DevicePool:
         self.check_owner()
         with self._lock:
             if self._state is _PoolState.STEPPING:
-                raise StalePoolError("a step of this pool is running; steps do not nest")
+                raise StalePoolError(
+                    "the pool is lent to a step that has not ended, and steps do not nest: leave its `with` block "
+                    "before step(), drain(), wait() or warm()"
+                )
             if self._state is _PoolState.RESET:
                 raise DeviceResetError("the device pool was lost in a failed step; call renew()")
             arrays, self._arrays = self._arrays, None
