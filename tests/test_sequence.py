@@ -432,6 +432,35 @@ def test_extend_may_go_past_the_tokens(make_engine: MakeEngine) -> None:
     engine.verify(sequence, 14)
 
 
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [([9.0], "whole numbers"), ([-1], "no -1 tokens"), ([9, 9], "1 sequences, 2 token counts"), (["9"], "whole")],
+)
+def test_counts_that_are_no_counts_change_nothing(make_engine: MakeEngine, counts: list[int], message: str) -> None:
+    engine = make_engine()
+    sequence = engine.open(prompt(1, 9))
+    with pytest.raises(StepwellUsageError, match=f"extend.*{message}"):
+        engine.store.extend([sequence], counts)
+    assert (engine.block(sequence) == engine.scratch).all()
+    assert engine.store.extend([sequence], np.array([9])).ok.all()  # type: ignore[arg-type]
+    with pytest.raises(StepwellUsageError, match=f"publish.*{message}"):
+        engine.store.publish([sequence], counts)
+    assert sequence.ready == 0
+    engine.compute({sequence: 9})
+    assert engine.store.publish([sequence], np.array([9])) == (2, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [None, "r1"])
+def test_a_message_names_the_sequence_where_it_has_a_name(make_engine: MakeEngine, name: str | None) -> None:
+    sequence = make_engine().open(prompt(1, 9), request_id=name)
+    called = "Sequence" if name is None else "Sequence r1"
+    assert repr(sequence).startswith(f"<{called} matched, 9 tokens")
+    sequence.close()
+    for use in (sequence.promote, sequence.resume):
+        with pytest.raises(LeaseClosedError, match=f"^{called} was closed; open"):
+            use()
+
+
 def test_misuse_of_one_sequence_changes_none(make_engine: MakeEngine) -> None:
     engine = make_engine(device=28)
     engine.cache(prompt(1, 17))

@@ -89,8 +89,8 @@ class Machine:
             (12, self.open), (8, self.promote), (2, self.give_up), (10, self.extend), (10, self.step),
             (0.5, self.fail_step),
             (10, self.publish), (5, self.append), (3, self.suspend), (6, self.resume), (9, self.close), (6, self.evict),
-            (6, self.drain), (10, self.move), (3, self.tick), (0.5, self.change_epoch), (2, self.damage),
-            (14, self.serve),
+            (6, self.drain), (4, self.wait), (10, self.move), (3, self.tick), (0.5, self.change_epoch),
+            (2, self.damage), (14, self.serve),
         ]  # fmt: skip
         weights = [weight for weight, _ in weighted]
         for _ in range(operations):
@@ -256,6 +256,15 @@ class Machine:
         if self.store.device.is_reset:
             self.store.device.renew()
         self.store.device.drain()
+        self.landed()
+
+    def wait(self) -> None:
+        """Look once: nothing lands while nobody steps the mover."""
+        if self.store.device.is_reset:
+            return
+        chosen = [m.sequence for m in self.live if self.usable(m) and self.random.random() < 0.5]
+        settled = self.store.device.wait(chosen, 0.0)
+        assert settled == [sequence for sequence in chosen if sequence.settled]
         self.landed()
 
     def landed(self) -> None:
