@@ -89,12 +89,12 @@ def serve(store: PageStore, model: Model, prompts: Iterable[Prompt], *, batch: i
 
 def answers(model: Model, prompts: Iterable[Prompt]) -> dict[int, list[int]]:
     """Answer prompts on a device that holds everything."""
-    with store_of(None, device=200) as store:
+    with store_of(None, device=100) as store:
         return serve(store, model, prompts)[0].answers
 
 
 def test_the_caller_hears_of_all_that_happens_in_its_order(model: Model) -> None:
-    with store_of(None, device=60) as store:
+    with store_of(None, device=100) as store:
         caller, engine = serve(store, model, [prompt(1, 10, 3)])
     first, second, third = caller.answers[1]
     assert caller.of(1) == [
@@ -111,7 +111,7 @@ def test_the_caller_hears_of_all_that_happens_in_its_order(model: Model) -> None
 
 
 def test_a_long_prefill_does_not_hold_up_an_answer(model: Model) -> None:
-    with store_of(None, device=80) as store:
+    with store_of(None, device=100) as store:
         caller, _ = serve(store, model, [prompt(1, 5, 10), prompt(2, 2 * CHUNK_TOKENS + 9, 2)])
     chunks = [i for i, event in enumerate(caller.events) if event[:2] == ("logits", 2)][:3]
     assert [caller.events[i][2] for i in chunks] == [CHUNK_TOKENS, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS + 9]
@@ -136,11 +136,11 @@ def test_an_answer_ends_at_a_stop_token(model: Model) -> None:
 
 
 def test_a_chosen_token_is_the_one_that_is_answered(model: Model) -> None:
-    with store_of(None, device=60) as store:
+    with store_of(None, device=100) as store:
         caller = Caller([prompt(1, 10, 3)])
         finished: list[Running] = []
         hooks = Hooks(choose=lambda running, logits: 40 + len(running.produced), on_finished=finished.append)
-        Engine(store, model, batch=1, hooks=hooks).serve(caller.next_prompt)
+        Engine(store, model, batch=3, hooks=hooks).serve(caller.next_prompt)
     assert finished[0].produced == [40, 41, 42]
     assert finished[0].sequence.tokens[-3:].tolist() == [40, 41, 42]
 
@@ -163,16 +163,26 @@ def test_prompts_that_block_each_others_loads_are_answered_all_the_same(
     assert all(caller.found[number].get(Tier.SHARED, 0) > 0 for number in range(2))
 
 
-def test_an_engine_whose_device_others_hold_says_so_with_numbers(directories: Directories, model: Model) -> None:
-    with store_of(directories, device=12) as store:
-        serve(store, model, [prompt(1, 33)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_whose_device_others_hold_says_so_with_numbers_and_goes_on_when_there_is_room(
+    directories: Directories, model: Model, count: int
+) -> None:
+    prompts = [prompt(number, 33) for number in range(count)]
+    expected = answers(model, prompts)
+    with store_of(directories, device=14) as store:
+        serve(store, model, prompts)
         store.device.drain()
         assert store.flush(30.0)
         store.evict(Tier.DEVICE, 100)
+        caller = Caller(prompts)
+        engine = Engine(store, model, batch=3, hooks=caller.hooks())
         with store.open(np.full(33, 1, np.int32)) as other:
             assert store.extend([other], [33]).ok.all()
             with pytest.raises(RuntimeError, match=r"too small for one request: device tier full: need \d+ pages"):
-                serve(store, model, [prompt(1, 33)])
+                engine.serve(caller.next_prompt)
+        assert engine.preemptions == count - 1
+        engine.serve(caller.next_prompt)
+    assert caller.answers == expected
 
 
 class FailingModel:
@@ -205,7 +215,7 @@ def test_a_failed_step_is_recovered_from_and_every_answer_stays(
     prompts = [prompt(number, 20 + 3 * number) for number in range(5)]
     expected = answers(model, prompts)
     failing = FailingModel(model, call=call, after=after)
-    with store_of(directories, device=22) as store:
+    with store_of(directories, device=14) as store:
         caller = Caller(prompts)
         engine = Engine(store, failing.model, batch=3, hooks=caller.hooks())
         with pytest.raises(RuntimeError, match="out of memory"):
