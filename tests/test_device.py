@@ -6,15 +6,15 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from device_kit import ARRANGEMENTS, BY_LAYER, PER_LAYER, STACKED, Arrays, cut, join, read_slots, write_slots
 from stepwell import _core
 from stepwell.errors import (
     DeviceResetError,
@@ -24,6 +24,7 @@ from stepwell.errors import (
     StoreClosedError,
 )
 from stepwell.geometry import PageGeometry
+from stepwell.pool import core_pool, lend_canonical
 from stepwell.tiers.device import DevicePool
 from stepwell.tiers.device_queue import (
     GatherTicket,
@@ -32,13 +33,27 @@ from stepwell.tiers.device_queue import (
     ResultReadiness,
     ScatterTicket,
     TicketState,
-    pool_arguments,
 )
 
 
 def geometry(dtype: str = "float32", **changes: int) -> PageGeometry:
     sizes = {"layers": 3, "kv_heads": 2, "head_dim": 8, "page_tokens": 4, **changes}
     return PageGeometry(model="stamps", revision="1", dtype=dtype, **sizes)
+
+
+def uneven(dtype: str = "float32") -> PageGeometry:
+    """Layers of 256, 512 and 128 bytes a page in float32."""
+    return PageGeometry(
+        model="stamps", revision="1", layers=3, kv_heads=2, head_dim=8, dtype=dtype, page_tokens=2,
+        layer_head_dims=((2, 8), (2, 16), (1, 8)),
+    )  # fmt: skip
+
+
+def named(case: tuple[Callable[..., PageGeometry], str]) -> str:
+    return f"{case[0].__name__}, {case[1]}"
+
+
+CASES = [*((geometry, axes) for axes in ARRANGEMENTS), *((uneven, axes) for axes in BY_LAYER)]
 
 
 def painted(pool: DevicePool, stamps: list[int]) -> np.ndarray:
@@ -67,17 +82,18 @@ def pages_of(ticket: GatherTicket) -> np.ndarray:
     return np.concatenate(ticket.host_views())
 
 
-@partial(jax.jit, donate_argnums=0)
-def engine_write(
-    arrays: tuple[jax.Array, ...], slot: jax.Array, page: jax.Array
-) -> tuple[jax.Array, ...]:
+def slot_axis(pool: DevicePool) -> int:
+    return pool.arrangement.axes.index("slot")
+
+
+def values_of(pool: DevicePool, pages: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return what each array of the pool holds of some pages."""
+    return cut(pool.geometry, " ".join(pool.arrangement.axes), pages, pool.storage_dtype)
+
+
+def engine_write(pool: DevicePool, arrays: Arrays, slot: int, page: np.ndarray) -> Arrays:
     """Donate the pool and write one canonical page, as an engine's step does."""
-    return tuple(array.at[:, slot].set(page[:, stream]) for stream, array in enumerate(arrays))
-
-
-def values_of(pool: DevicePool, page: np.ndarray) -> np.ndarray:
-    layers, _, *stream_shape = pool.array_shape
-    return page.view(pool.storage_dtype).reshape(layers, pool.streams, *stream_shape)
+    return write_slots(arrays, np.array([slot]), values_of(pool, page[None]), slot_axis(pool))
 
 
 class Gate(ResultReadiness):
@@ -190,8 +206,8 @@ class Schedule:
             busy = {slot for queued in self.queue for slot in queued.slots}
             for slot in (slot for slot in self.pick() if slot not in busy):
                 self.stamps += 1
-                page = values_of(self.pool, painted(self.pool, [self.stamps])[0])
-                handle.arrays = engine_write(handle.arrays, slot, page)
+                page = painted(self.pool, [self.stamps])[0]
+                handle.arrays = engine_write(self.pool, handle.arrays, slot, page)
                 self.content[slot] = self.stamps
         with pytest.raises(StalePoolError):
             _ = handle.arrays
@@ -202,17 +218,17 @@ class Schedule:
 
     def lose(self, how: int) -> None:
         """Lose the pool in one of the ways an engine can."""
-        page = values_of(self.pool, painted(self.pool, [1])[0])
+        page = painted(self.pool, [1])[0]
         with self.pool.step() as handle:
             done = handle.dispatched
             self.settle(self.in_order(done.scatters, done.gathers))
             if how == 0:
-                engine_write(handle.arrays, 0, page)
+                engine_write(self.pool, handle.arrays, 0, page)
                 raise ZeroDivisionError
             if how == 1:
-                engine_write(handle.arrays, 0, page)  # donated, not exchanged
+                engine_write(self.pool, handle.arrays, 0, page)  # donated, not exchanged
             else:
-                handle.arrays = tuple(array[:, 1:] for array in handle.arrays)
+                handle.arrays = (*handle.arrays[:-1], handle.arrays[-1][1:])
 
     def fail(self) -> None:
         before = self.pool.generation
@@ -249,13 +265,23 @@ class Schedule:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_gathered_page_carries_the_stamp_it_had_at_dispatch(dtype: str, seed: int) -> None:
-    shape = geometry(dtype)
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        (geometry(), STACKED),
+        (geometry("bfloat16"), STACKED),
+        (geometry(), PER_LAYER),
+        (geometry("bfloat16"), "head slot token dim"),
+        (uneven("bfloat16"), PER_LAYER),
+        (uneven(), "slot token head stream dim"),
+    ],
+)
+def test_every_gathered_page_carries_the_stamp_it_had_at_dispatch(shape: PageGeometry, axes: str, seed: int) -> None:
     gate = Gate()
     pool = DevicePool(
         shape,
         24,
+        axes=axes,
         buckets=(1, 2, 4),
         max_step_bytes=(6 if seed % 2 else 60) * shape.page_bytes,
         max_outstanding_bytes=70 * shape.page_bytes,
@@ -290,9 +316,10 @@ def test_every_gathered_page_carries_the_stamp_it_had_at_dispatch(dtype: str, se
 # ---- order and linearity -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pool() -> Iterator[DevicePool]:
-    pool = DevicePool(geometry(), 32)
+@pytest.fixture(params=[(geometry, STACKED), (geometry, PER_LAYER), (uneven, "head slot token dim")], ids=named)
+def pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
+    make, axes = request.param
+    pool = DevicePool(make(), 32, axes=axes)
     yield pool
     pool.close()
 
@@ -317,8 +344,7 @@ def test_a_gather_outlives_any_number_of_donations(pool: DevicePool) -> None:
     for stamp in range(100):
         tickets.append(gathered(pool, [0]))
         with pool.step() as handle:
-            page = values_of(pool, painted(pool, [stamp])[0])
-            handle.arrays = engine_write(handle.arrays, 0, page)
+            handle.arrays = engine_write(pool, handle.arrays, 0, painted(pool, [stamp])[0])
     for number, ticket in enumerate(tickets):
         expected = painted(pool, [number - 1 if number else 1000])
         np.testing.assert_array_equal(pages_of(ticket), expected)
@@ -342,13 +368,13 @@ def test_padding_leaves_no_stray_host_memory_in_the_hidden_slot(
         patch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 0xEE, dtype))
         scattered(pool, [0, 1, 2], painted(pool, [1, 2, 3]))
     with pool.step() as handle:
-        for array in handle.arrays:
-            assert not np.asarray(array[:, pool.scratch_slot]).any()
+        for array in read_slots(handle.arrays, np.array([pool.scratch_slot]), slot_axis(pool)):
+            assert not np.asarray(array).any()
 
 
 def test_a_view_of_the_pool_itself_is_counted_as_a_copied_pool(pool: DevicePool) -> None:
     with pool.step() as handle:
-        view = np.asarray(handle.arrays[0])
+        view = np.asarray(handle.arrays[-1])
     scattered(pool, [0], painted(pool, [1]))
     check = gathered(pool, [0])
     pool.drain()
@@ -384,7 +410,7 @@ def test_steps_do_not_nest(pool: DevicePool) -> None:
             pool.drain()
         with pytest.raises(StepwellUsageError, match="inside a step"):
             pool.close()
-        assert len(handle.arrays) == 2
+        assert len(handle.arrays) == len(pool.shapes)
     assert pool.stats().steps == 1
     assert pool.stats().resets == 0
 
@@ -447,10 +473,10 @@ def test_threads_that_queue_find_their_own_pages_while_an_engine_steps(pool: Dev
     producers = [threading.Thread(target=producer, args=(number,)) for number in range(3)]
     for thread in producers:
         thread.start()
-    page = values_of(pool, painted(pool, [1])[0])
+    page = painted(pool, [1])[0]
     while any(thread.is_alive() for thread in producers):
         with pool.step() as handle:
-            handle.arrays = engine_write(handle.arrays, 31, page)
+            handle.arrays = engine_write(pool, handle.arrays, 31, page)
     assert wrong == []
     assert pool.stats().gathered_pages == 3 * 25 * 8
     assert pool.stats().outstanding_bytes == 0
@@ -505,28 +531,71 @@ def test_a_pool_is_renewed_with_the_engines_arrays_and_only_when_lost(pool: Devi
     with pytest.raises(KeyError), pool.step():
         raise KeyError
     with pytest.raises(GeometryError, match="float16"):
-        pool.renew([jnp.zeros(pool.array_shape, jnp.float16)] * 2)
-    pool.renew([jnp.full(pool.array_shape, stream + 1.0) for stream in range(2)])
+        pool.renew([jnp.zeros(shape, jnp.float16) for shape in pool.shapes])
+    pool.renew([jnp.full(shape, number + 1.0) for number, shape in enumerate(pool.shapes)])
     check = gathered(pool, [4])
     pool.drain()
-    values = values_of(pool, pages_of(check)[0])
-    assert (values[:, 0] == 1).all()
-    assert (values[:, 1] == 2).all()
+    for number, values in enumerate(values_of(pool, pages_of(check))):
+        assert (values == number + 1).all()
+
+
+def test_a_new_pool_may_be_the_engines_arrays(pool: DevicePool) -> None:
+    own = [jnp.full(shape, number + 1.0) for number, shape in enumerate(pool.shapes)]
+    taken = DevicePool(pool.geometry, 32, axes=" ".join(pool.arrangement.axes), arrays=own)
+    own.clear()
+    scattered(taken, [3], painted(taken, [3]))
+    check = gathered(taken, [2, 3])
+    taken.drain()
+    assert taken.stats().copied_pools == 0
+    first, second = pages_of(check)
+    np.testing.assert_array_equal(second, painted(taken, [3])[0])
+    for number, values in enumerate(values_of(taken, first[None])):
+        assert (values == number + 1).all()
+
+
+def with_last(change: Callable[[jax.Array], object]) -> Callable[[Arrays], tuple[object, ...]]:
+    """Change the last array alone: one that is not the pool's loses all."""
+    return lambda arrays: (*arrays[:-1], change(arrays[-1]))
 
 
 @pytest.mark.parametrize(
     ("leave", "complaint"),
     [
-        (lambda arrays: arrays[:1], "1 arrays, the geometry has 2 streams"),
-        (lambda arrays: tuple(array.astype(jnp.int32) for array in arrays), "int32"),
-        (lambda arrays: tuple(array[:, :-1] for array in arrays), "pool is float32"),
-        (lambda arrays: tuple(np.asarray(array) for array in arrays), "not an array on a device"),
-        (lambda arrays: (arrays[0], arrays[1].delete() or arrays[1]), "stream 1 is deleted"),
+        (lambda arrays: arrays[:-1], "arrays, axes '.*' of this geometry take"),
+        (lambda arrays: (*arrays, arrays[0]), "arrays, axes '.*' of this geometry take"),
+        (with_last(lambda array: array.astype(jnp.int32)), "int32"),
+        (with_last(lambda array: array[1:]), "pool is float32"),
+        (with_last(np.asarray), "not an array on a device"),
+        (with_last(lambda array: array.delete() or array), "the array of .*[12] is deleted"),
     ],
 )
-def test_arrays_that_cannot_be_the_pool_lose_it(pool: DevicePool, leave, complaint: str) -> None:
+def test_arrays_that_cannot_be_the_pool_lose_it(
+    pool: DevicePool, leave: Callable[[Arrays], Arrays], complaint: str
+) -> None:
     with pytest.raises(DeviceResetError, match=complaint), pool.step() as handle:
         handle.arrays = leave(handle.arrays)
+    assert pool.is_reset
+    pool.renew()
+    check = gathered(pool, [0])
+    pool.drain()
+    assert not pages_of(check).any()
+
+
+def test_arrays_of_other_layers_are_refused_by_name() -> None:
+    pool = DevicePool(uneven(), 4, axes=PER_LAYER)
+    assert pool.shapes == ((2, 5, 2, 2, 8), (2, 5, 2, 2, 16), (2, 5, 2, 1, 8))
+    with pytest.raises(DeviceResetError, match=r"layer 0 is float32\[2, 5, 2, 2, 16\]"), pool.step() as handle:
+        handle.arrays = (handle.arrays[1], handle.arrays[0], handle.arrays[2])
+
+
+def test_one_array_is_not_taken_for_two() -> None:
+    """As `[zeros] * layers` gives them: the first donation would fail."""
+    pool = DevicePool(geometry(), 4, axes=PER_LAYER)
+    zeros = jnp.zeros(pool.shapes[0])
+    with pytest.raises(DeviceResetError, match="layer 0 and layer 1 are one array"), pool.step() as handle:
+        handle.arrays = (zeros,) * 3
+    with pytest.raises(GeometryError, match="layer 0 and layer 1 are one array"):
+        pool.renew([zeros] * 3)
     assert pool.is_reset
 
 
@@ -726,12 +795,10 @@ def test_a_pool_that_makes_no_sense_is_refused() -> None:
             DevicePool(geometry(), 4, buckets=buckets)
     with pytest.raises(GeometryError, match="opaque"):
         DevicePool(PageGeometry.opaque(64, page_tokens=1, fingerprint={"a": 1}), 4)
-    uneven = PageGeometry(
-        model="m", revision="1", layers=2, kv_heads=2, head_dim=8, dtype="float32",
-        page_tokens=4, layer_head_dims=((2, 8), (1, 8)),
-    )  # fmt: skip
-    with pytest.raises(GeometryError, match="alike"):
-        DevicePool(uneven, 4)
+    with pytest.raises(GeometryError, match="opaque"):
+        DevicePool(PageGeometry.opaque(64, page_tokens=1, fingerprint={"a": 1}), 4, axes=PER_LAYER)
+    with pytest.raises(GeometryError, match=r"not all alike.*one array a layer"):
+        DevicePool(uneven(), 4)
     with pytest.raises(GeometryError, match="cannot be the device pool"):
         DevicePool(geometry(), 4, arrays=[jnp.zeros(3)] * 2)
 
@@ -739,21 +806,34 @@ def test_a_pool_that_makes_no_sense_is_refused() -> None:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"])
-def test_a_scatter_works_in_place_and_makes_no_pass_over_the_pool(dtype: str) -> None:
-    shape = geometry(dtype)
-    pool = DevicePool(shape, 4096)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((CASES[0], dtype) for dtype in ("float32", "bfloat16", "float16", "fp8_e4m3", "int8")),
+        *((case, "bfloat16") for case in CASES[1:]),
+    ],
+)
+def test_a_scatter_works_in_place_and_makes_no_pass_over_the_pool(
+    case: tuple[Callable[[str], PageGeometry], str], dtype: str
+) -> None:
+    make, axes = case
+    shape = make(dtype)
+    pool = DevicePool(shape, 4096, axes=axes)
     with pool.step() as handle:
         slots = np.zeros(2, np.int32)
-        rows = np.zeros((2, *values_of(pool, painted(pool, [1])[0]).shape), pool.storage_dtype)
+        rows = np.zeros((2, *pool._row_shape), pool.storage_dtype)
         compiled = pool._scatter.lower(handle.arrays, slots, rows).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 4097 * shape.page_bytes
     assert memory.temp_size_in_bytes < 4 * shape.page_bytes
 
 
-def test_nothing_compiles_after_warm() -> None:
-    pool = DevicePool(geometry(), 100, buckets=(1, 2, 4, 8))
+@pytest.mark.parametrize(
+    ("shape", "axes"), [(geometry(), STACKED), (geometry(layers=7), PER_LAYER), (uneven(), PER_LAYER)]
+)
+def test_nothing_compiles_after_warm_and_before_it_two_programs_a_bucket(shape: PageGeometry, axes: str) -> None:
+    pool = DevicePool(shape, 101, axes=axes, buckets=(1, 2, 4, 8))
+    new = pool._scatter._cache_size(), pool._gather._cache_size()
     pool.warm()
     before = pool._scatter._cache_size(), pool._gather._cache_size()
     for count in range(1, 30):
@@ -762,6 +842,7 @@ def test_nothing_compiles_after_warm() -> None:
     while pool.stats().queued_chunks:
         pool.drain()
     assert (pool._scatter._cache_size(), pool._gather._cache_size()) == before
+    assert before == (new[0] + 4, new[1] + 4)
 
 
 def test_padding_touches_no_slot_that_an_index_knows() -> None:
@@ -801,17 +882,29 @@ def test_narrow_floats_are_kept_as_integers_and_read_as_floats(
     np.testing.assert_array_equal(jax.jit(pool.as_logical)(stored), values)
 
 
-def test_a_gathered_page_is_in_canonical_order(pool: DevicePool) -> None:
-    """(layer, stream, token, head, dim), which is the order of every lower tier."""
-    layers, slots, tokens, heads, dim = pool.array_shape
-    numbers = np.arange(2 * layers * slots * tokens * heads * dim, dtype=np.float32)
-    streams = numbers.reshape(2, layers, slots, tokens, heads, dim)
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_page_is_the_same_bytes_in_every_arrangement(
+    case: tuple[Callable[[str], PageGeometry], str], dtype: str
+) -> None:
+    """(layer, stream, token, head, dim), which is the order of every lower tier; numpy cuts and joins beside it."""
+    make, axes = case
+    pool = DevicePool(make(dtype), 9, axes=axes)
+    empty = cut(pool.geometry, axes, np.zeros((10, pool.page_bytes), np.uint8), pool.storage_dtype)
+    assert tuple(array.shape for array in empty) == pool.shapes
+    stamped = painted(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    scattered(pool, [7, 2, 0, 5, 8], stamped[:5])
     with pool.step() as handle:
-        handle.arrays = tuple(jax.device_put(stream) for stream in streams.copy())
-    ticket = gathered(pool, [7, 2])
+        written = [np.array(array) for array in handle.arrays]
+        for slot, page in ((3, 5), (2, 6), (1, 7)):
+            handle.arrays = engine_write(pool, handle.arrays, slot, stamped[page])
+    found = join(pool.geometry, axes, written)
+    np.testing.assert_array_equal(found[[7, 2, 0, 5, 8]], stamped[:5])
+    assert not found[[1, 3, 4, 6, 9]].any()
+    ticket = gathered(pool, [8, 1, 2, 3, 4])
     pool.drain()
-    expected = np.moveaxis(streams[:, :, [7, 2]], (2, 1, 0), (0, 1, 2))
-    np.testing.assert_array_equal(pages_of(ticket), expected.reshape(2, -1).view(np.uint8))
+    np.testing.assert_array_equal(pages_of(ticket)[:4], stamped[[4, 7, 6, 5]])
+    assert not pages_of(ticket)[4].any()
 
 
 def test_the_core_reads_a_gathered_page_where_it_lies(pool: DevicePool) -> None:
@@ -821,24 +914,16 @@ def test_the_core_reads_a_gathered_page_where_it_lies(pool: DevicePool) -> None:
     pool.drain()
     (rows,) = ticket.host_views()
     assert not rows.flags.writeable
-    shape = geometry()
-    core_shape = _core.PageShape(list(shape.layer_bytes), shape.fingerprint())
-    arguments = pool_arguments(rows, layers=shape.layers, streams=shape.streams)
-    lent = _core.Pool(core_shape, shape.streams, **asdict(arguments))
-    target = np.empty(shape.page_bytes, np.uint8)
+    shape = _core.PageShape(list(pool.geometry.layer_bytes), pool.geometry.fingerprint())
+    lent = core_pool(lend_canonical(shape, rows))
+    target = np.empty(pool.page_bytes, np.uint8)
     for slot, page in enumerate(pages[[2, 0, 1]]):
         lent.gather(slot, target)
         np.testing.assert_array_equal(target, page)
 
 
-def test_rows_the_core_cannot_read_are_refused() -> None:
-    rows = np.zeros((4, 64), np.uint8)
-    for wrong in (rows[:, ::2], rows[0], rows.view(np.int8), rows[:, :63]):
-        with pytest.raises(GeometryError):
-            pool_arguments(wrong, layers=2, streams=2)
-
-
 SHARDED = """
+import dataclasses, sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from stepwell.errors import DeviceResetError, GeometryError
@@ -848,7 +933,11 @@ mesh = Mesh(np.array(jax.devices()), ("heads",))
 assert mesh.size == 4
 shape = PageGeometry(model="m", revision="1", layers=3, kv_heads=8, head_dim=8, dtype="bfloat16",
                      page_tokens=4)
-pool = DevicePool(shape, 16, sharding=NamedSharding(mesh, P(None, None, None, "heads")))
+axes, layers = sys.argv[1:]
+if layers == "uneven":
+    shape = dataclasses.replace(shape, layer_head_dims=((8, 8), (4, 16), (8, 4)))
+spec = P(*("heads" if name == "head" else None for name in axes.split()))
+pool = DevicePool(shape, 16, axes=axes, sharding=NamedSharding(mesh, spec))
 pages = np.random.default_rng(0).integers(0, 256, (5, pool.page_bytes), dtype=np.uint8)
 pool.queue_scatter(np.array([9, 1, 4, 7, 0]), pages, generation=0)
 ticket = pool.queue_gather(np.array([0, 9, 3, 4]), generation=0)
@@ -869,15 +958,19 @@ except DeviceResetError as error:
 assert pool.is_reset
 pool.renew()
 try:
-    DevicePool(shape, 15, sharding=NamedSharding(mesh, P(None, "heads")))
+    spec = P(*("heads" if name == "slot" else None for name in axes.split()))
+    DevicePool(shape, 15, axes=axes, sharding=NamedSharding(mesh, spec))
 except GeometryError:
     print("sharded pool ok")
 """
 
 
-def test_a_pool_divided_among_devices_by_heads_holds_the_same_pages() -> None:
+@pytest.mark.parametrize(
+    ("axes", "layers"), [(STACKED, "even"), ("slot token head stream dim", "even"), (PER_LAYER, "uneven")]
+)
+def test_a_pool_divided_among_devices_by_heads_holds_the_same_pages(axes: str, layers: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED],
+        [sys.executable, "-c", SHARDED, axes, layers],
         env={
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
             "JAX_PLATFORMS": "cpu",

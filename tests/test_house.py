@@ -26,7 +26,7 @@ PACKAGE = ROOT / "src" / "stepwell"
 # design: a file imports only lower layers, or what stands further left in its own. The core (_core) is below them all.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock"),
-    ("geometry",),
+    ("geometry", "arrangement"),
     ("config", "hashing", "pool"),
     (
         "index",

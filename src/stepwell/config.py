@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from stepwell.arrangement import STACKED, Arrangement
 from stepwell.errors import BudgetError, StepwellUsageError
 from stepwell.geometry import PageGeometry
 
@@ -56,11 +57,22 @@ def parse_size(value: Size, *, name: str = "size") -> int:
 class DeviceTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Ask for a device tier that stepwell manages: a pool of JAX arrays.
 
-    pages: slots of the pool. step_bytes: how much one step() may scatter at most.
+    pages: slots of the pool; the arrays have one more, the scratch slot. step_bytes: how much one step() may scatter
+    and gather at most. axes: of each array, in order, out of `layer stream slot token head dim`. slot, token, head and
+    dim are needed; what is not named of layer and stream is what the arrays of the tuple stand for, layer by layer:
+
+        "layer slot token head dim"    (keys, values), each [layers, pages + 1, page_tokens, kv_heads, dim]
+        "stream slot token head dim"   one a layer: [streams, pages + 1, page_tokens, kv_heads, dim]
+        "slot token head stream dim"   one a layer, a head's value beside its key
+        "head slot token dim"          one a layer and stream: (k0, v0, k1, v1, ...)
+
+    Layers of different sizes need axes without layer. The dtype is the geometry's, on CPU an unsigned integer as wide
+    where that is a float narrower than 32 bits (`store.device.shapes` and `.dtype` say so exactly).
     """
 
     pages: int
     step_bytes: Size = 64 * MIB
+    axes: str = STACKED
 
 
 class HostTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,7 +133,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Return this configuration once everything in it holds.
 
         Raises:
-            StepwellUsageError: a value out of range; BudgetError: a capacity that can hold nothing.
+            StepwellUsageError: a value out of range; GeometryError: device axes that do not fit the geometry;
+            BudgetError: a capacity that can hold nothing.
         """
         for name, given, wanted in (
             ("geometry", self.geometry, PageGeometry),
@@ -135,6 +148,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise StepwellUsageError("no tier: give at least one of device, host, shared, disk")
         if self.device is not None and self.device.pages < 1:
             raise BudgetError(f"device: {self.device.pages} pages; give at least 1")
+        if self.device is not None:
+            Arrangement.of(self.geometry, self.device.axes)
         if self.device is not None and self.host is None:
             raise StepwellUsageError(
                 "device: pages are staged through host memory on their way to the device; give host, e.g. '256MiB'"

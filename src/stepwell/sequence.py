@@ -41,7 +41,7 @@ from stepwell.mover import POOL_COLUMN, SINK, SOURCE, Full, Plan, Transfer
 from stepwell.pool import lend_canonical
 from stepwell.room import Room
 from stepwell.stats import Counters
-from stepwell.tiers.device import DevicePool, StepHandle
+from stepwell.tiers.device import Arrays, DevicePool, StepHandle
 from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
 
 _NEW: Final = int(ClaimOutcome.NEW)
@@ -1044,12 +1044,21 @@ class ManagedDevice:
         """Whether a failed step took the arrays, and renew() is due."""
         return self._pool.is_reset
 
-    def step(self) -> AbstractContextManager[StepHandle]:
-        """Lend the arrays for one engine step: `handle.arrays`, [layers, pages + 1, page_tokens, kv_heads, head_dim] a
-        stream.
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each array of `handle.arrays`, in order; DeviceTier.axes says what they are."""
+        return self._pool.shapes
 
-        If the block raises, or leaves deleted or other arrays behind, the tier is reset: its pages are absent, open
-        sequences are `lost`, and renew() gives it a new pool.
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """What the arrays keep: the geometry's dtype, or, on CPU, an unsigned integer as wide as a narrow float."""
+        return self._pool.storage_dtype
+
+    def step(self) -> AbstractContextManager[StepHandle]:
+        """Lend the arrays for one engine step: `handle.arrays`, a tuple of arrays of `shapes` and `dtype`.
+
+        If the block raises, or leaves a deleted array or one of another kind behind, the tier is reset: its pages are
+        absent, open sequences are `lost`, and renew() gives it a new pool.
 
         Raises: StalePoolError, DeviceResetError, StepwellUsageError as `DevicePool.step`.
         """
@@ -1083,9 +1092,13 @@ class ManagedDevice:
         """Compile all shapes now, so that no step waits for a compiler."""
         self._pool.warm()
 
-    def renew(self) -> None:
-        """Replace the arrays of a pool that was reset by zeros; sequences may resume() then."""
-        self._pool.renew()
+    def renew(self, arrays: Arrays | None = None) -> None:
+        """Replace the arrays of a pool that was reset by the engine's own, of `shapes` and `dtype`, or by zeros;
+        sequences may resume() then.
+
+        Raises: StepwellUsageError where the pool is not reset, GeometryError where the arrays do not fit.
+        """
+        self._pool.renew(arrays)
 
 
 class _Hold:

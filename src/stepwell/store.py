@@ -736,7 +736,10 @@ class PageStore:
         slab = self._room.medium(Tier.HOST)
         assert isinstance(slab, _core.Slab), "checked(): a device tier has a host tier"
         pool = DevicePool(
-            self._config.geometry, device.pages, max_step_bytes=parse_size(device.step_bytes, name="device.step_bytes")
+            self._config.geometry,
+            device.pages,
+            axes=device.axes,
+            max_step_bytes=parse_size(device.step_bytes, name="device.step_bytes"),
         )
         self._index.add_slots(Tier.DEVICE, 0, device.pages)
         self._room.has_device = True

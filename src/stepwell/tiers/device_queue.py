@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.errors import DeviceResetError, GeometryError, StepwellUsageError
+from stepwell.errors import DeviceResetError, StepwellUsageError
 
 Rows = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
@@ -339,56 +339,3 @@ def device_error(message: str, cause: BaseException) -> DeviceResetError:
 
 def _rows_of(pages: npt.NDArray[np.generic]) -> Rows:
     return pages.reshape(len(pages), -1).view(np.uint8)
-
-
-# ---- rows, as the core's Pool takes them ---------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PoolArguments:
-    """Say where canonical rows lie, in the arguments of the core's `Pool`; one entry a stream.
-
-    Entry layer * streams + stream. A canonical stream is contiguous, hence one piece.
-    """
-
-    base: npt.NDArray[np.uint64]
-    slot_stride: npt.NDArray[np.int64]
-    outer_stride: npt.NDArray[np.int64]
-    inner_stride: npt.NDArray[np.int64]
-    outer_count: npt.NDArray[np.uint32]
-    inner_count: npt.NDArray[np.uint32]
-    piece_bytes: npt.NDArray[np.uint64]
-    slots: int
-    writable: bool
-
-
-def pool_arguments(rows: Rows, *, layers: int, streams: int) -> PoolArguments:
-    """Describe canonical pages, one a row, to the core; no work per page.
-
-    Args:
-        rows: uint8[n, page_bytes], each row contiguous; such as GatherTicket.host_views() returns.
-        layers: layers of a page, all alike.
-        streams: streams of a layer.
-
-    Raises: GeometryError where rows are no such array.
-    Requires: the caller keeps `rows` alive as long as the core may read it.
-    """
-    count = layers * streams
-    if rows.ndim != 2 or rows.dtype != np.uint8 or rows.strides[1] != 1 or rows.shape[1] % count:
-        raise GeometryError(
-            f"need uint8[n, page_bytes] with contiguous rows of {count} equal streams, got "
-            f"{rows.dtype}{list(rows.shape)} with strides {rows.strides}"
-        )
-    piece_bytes = rows.shape[1] // count
-    offsets = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes)
-    return PoolArguments(
-        base=np.uint64(rows.ctypes.data) + offsets,
-        slot_stride=np.full(count, rows.strides[0], np.int64),
-        outer_stride=np.zeros(count, np.int64),
-        inner_stride=np.zeros(count, np.int64),
-        outer_count=np.ones(count, np.uint32),
-        inner_count=np.ones(count, np.uint32),
-        piece_bytes=np.full(count, piece_bytes, np.uint64),
-        slots=len(rows),
-        writable=bool(rows.flags.writeable),
-    )
