@@ -102,9 +102,15 @@ def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
 
 
 @pytest.fixture
-def make_engine(directories: Directories) -> Iterator[Any]:
+def axes() -> str:
+    """How make_engine's pools are cut into arrays; a module that asks for several parametrizes it."""
+    return "layer slot token head dim"
+
+
+@pytest.fixture
+def make_engine(directories: Directories, axes: str) -> Iterator[Any]:
     """Open stores with a device tier and a stamping engine each; afterwards each must give everything back."""
     from sequence_kit import engines  # imports jax
 
-    with engines(directories) as make:
+    with engines(directories, axes) as make:
         yield make

@@ -12,15 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from device_kit import STACKED, Pages, cut, join, read_slots, write_slots
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
 from stepwell.geometry import PageGeometry
 from stepwell.hashing import Namespace
@@ -64,16 +62,9 @@ def stamps(tokens: Tokens, seed: bytes | None = None) -> Values:
     return out
 
 
-@partial(jax.jit, donate_argnums=0)
-def write_pages(arrays: tuple[jax.Array, ...], slots: jax.Array, pages: jax.Array) -> tuple[jax.Array, ...]:
-    """Donate the pool and write whole pages, as an engine's step does."""
-    return tuple(array.at[:, slots].set(jnp.moveaxis(pages[:, :, stream], 0, 1)) for stream, array in enumerate(arrays))
-
-
-@jax.jit
-def read_pages(arrays: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
-    """Read whole pages into an array of its own."""
-    return jnp.stack([jnp.moveaxis(array[:, slots], 1, 0) for array in arrays], axis=2)
+def bytes_of(pages: Values) -> Pages:
+    """Return pages, float32[n, ...] in canonical order, as rows of bytes."""
+    return np.ascontiguousarray(pages).reshape(len(pages), -1).view(np.uint8)
 
 
 class StepFailedError(Exception):
@@ -86,6 +77,9 @@ class StampEngine:
     def __init__(self, store: PageStore) -> None:
         self.store = store
         self.scratch = store.device.scratch_slot
+        pool = store.device.pool_for_testing()
+        self.geometry, self.axes = pool.geometry, " ".join(pool.arrangement.axes)
+        self.slot_axis = pool.arrangement.axes.index("slot")
 
     # ---- whole requests ----------------------------------------------------------------------------------------------
 
@@ -150,7 +144,8 @@ class StampEngine:
                 padding = WRITE_PAGES - len(slots[at : at + WRITE_PAGES])
                 targets = np.array([*slots[at : at + WRITE_PAGES], *[self.scratch] * padding], np.int32)
                 values = np.stack([*pages[at : at + WRITE_PAGES], *[np.zeros_like(pages[0])] * padding])
-                pool.arrays = write_pages(pool.arrays, targets, values)
+                pieces = cut(self.geometry, self.axes, bytes_of(values), self.store.device.dtype)
+                pool.arrays = write_slots(pool.arrays, targets, pieces, self.slot_axis)
             if fail:
                 raise StepFailedError("the engine failed")
 
@@ -165,8 +160,10 @@ class StampEngine:
         padded = np.full(READ_PAGES, self.scratch, np.int32)
         padded[: len(slots)] = slots
         with self.store.device.step() as pool:
-            values = np.asarray(read_pages(pool.arrays, padded))
-        return values[: len(slots)].copy()
+            arrays = [np.asarray(array) for array in read_slots(pool.arrays, padded, self.slot_axis)]
+        pages = join(self.geometry, self.axes, arrays)[: len(slots)].view(np.float32)
+        is_even = self.geometry.layer_head_dims is None
+        return pages.reshape(-1, *(LAYERS, 2, PAGE_TOKENS, HEADS, DIM)) if is_even else pages
 
     def verify(self, sequence: Sequence, tokens: int | None = None) -> None:
         """Compare the first tokens of a sequence on the device with their stamps; those that are ready where not
@@ -198,12 +195,14 @@ def config(
     shared: int = 2,
     disk: int = 0,
     step_bytes: int = 1 << 20,
+    axes: str = STACKED,
+    geometry: PageGeometry = GEOMETRY,
     **others: Any,
 ) -> StoreConfig:
     """Configure a store: device and host in pages, shared and disk in volumes."""
     return StoreConfig(
-        geometry=GEOMETRY,
-        device=DeviceTier(pages=device, step_bytes=step_bytes),
+        geometry=geometry,
+        device=DeviceTier(pages=device, step_bytes=step_bytes, axes=axes),
         host=host * HOST_SLOT_BYTES,
         shared=SharedTier(shared * VOLUME_BYTES, str(directories.shared), volume_bytes=VOLUME_BYTES)
         if shared
@@ -280,13 +279,13 @@ MakeEngine = Callable[..., StampEngine]
 
 
 @contextmanager
-def engines(directories: Directories) -> Iterator[MakeEngine]:
-    """Open stores with an engine each: `make(device=, host=, shared=, disk=)`. Afterwards each must give everything
-    back."""
+def engines(directories: Directories, axes: str = STACKED) -> Iterator[MakeEngine]:
+    """Open stores with an engine each: `make(device=, host=, shared=, disk=, axes=)`. Afterwards each must give
+    everything back."""
     opened: list[PageStore] = []
 
     def make(**sizes: Any) -> StampEngine:
-        store = PageStore(config(directories, **sizes))
+        store = PageStore(config(directories, **{"axes": axes, **sizes}))
         opened.append(store)
         return StampEngine(store)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import jax
 import jax.numpy as jnp
 import pytest
 
+from device_kit import PER_LAYER, STACKED, Arrays
 from sequence_kit import (
     PAGE_BYTES,
     GatherGate,
@@ -18,10 +18,12 @@ from sequence_kit import (
     assert_all_returned,
     prompt,
 )
-from stepwell.errors import DeviceResetError, StalePoolError
+from stepwell.errors import DeviceResetError, GeometryError, StalePoolError, StepwellUsageError
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
 from test_sequence import STATES, gather_copying, gather_queued, gather_running, name
+
+pytestmark = pytest.mark.parametrize("axes", [STACKED, PER_LAYER])
 
 
 def fail_a_step(engine: StampEngine) -> None:
@@ -142,19 +144,38 @@ def test_steps_do_not_nest_and_an_old_handle_is_refused(make_engine: MakeEngine)
     engine.verify(sequence, 9)
 
 
-def deleted(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def deleted(arrays: Arrays) -> Arrays:
     for array in arrays:
         array.delete()
     return arrays
 
 
-def misshapen(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def last_deleted(arrays: Arrays) -> Arrays:
+    arrays[-1].delete()
+    return arrays
+
+
+def misshapen(arrays: Arrays) -> Arrays:
     return tuple(jnp.zeros((2, 2), jnp.float32) for _ in arrays)
 
 
-@pytest.mark.parametrize("leave", [deleted, misshapen, lambda arrays: arrays[:1]])
+def last_of_another_dtype(arrays: Arrays) -> Arrays:
+    return (*arrays[:-1], arrays[-1].astype(jnp.bfloat16))
+
+
+def one_missing(arrays: Arrays) -> Arrays:
+    return arrays[:-1]
+
+
+def one_twice(arrays: Arrays) -> Arrays:
+    return (*arrays[:-1], arrays[0])
+
+
+@pytest.mark.parametrize(
+    "leave", [deleted, last_deleted, misshapen, last_of_another_dtype, one_missing, one_twice], ids=name
+)
 def test_a_step_that_leaves_unusable_arrays_is_a_failed_step(
-    make_engine: MakeEngine, leave: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    make_engine: MakeEngine, leave: Callable[[Arrays], Arrays]
 ) -> None:
     engine = make_engine()
     engine.cache(prompt(1, 17))
@@ -198,3 +219,20 @@ def test_many_failed_steps_leave_no_slot_behind(make_engine: MakeEngine) -> None
         assert engine.store.check() == ""
     engine.settle(sequence)
     engine.verify(sequence)
+
+
+def test_the_engine_may_renew_a_lost_pool_with_arrays_of_its_own(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    device = engine.store.device
+    engine.cache(prompt(1, 17))
+    sequence = engine.open(prompt(1, 17))
+    with pytest.raises(StepwellUsageError, match="only a reset pool"):
+        device.renew()
+    fail_a_step(engine)
+    with pytest.raises(GeometryError, match="cannot be the device pool"):
+        device.renew(tuple(jnp.zeros(shape[1:], device.dtype) for shape in device.shapes))
+    assert device.is_reset
+    device.renew(tuple(jnp.full(shape, 7, device.dtype) for shape in device.shapes))
+    assert (engine.read([0]) == 7).all()
+    resumed(engine, sequence)
+    assert sequence.reused == {Tier.SHARED: 16}

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from device_kit import PER_LAYER, STACKED
 from sequence_kit import (
     PAGE_BYTES,
     PAGE_TOKENS,
@@ -30,6 +31,8 @@ from stepwell.sequence import Sequence
 from stepwell.testing import faults
 from stepwell.tiers.device_queue import TicketState
 from store_kit import Directories
+
+pytestmark = pytest.mark.parametrize("axes", [STACKED, PER_LAYER])
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from device_kit import PER_LAYER, STACKED
 from sequence_kit import (
     PAGE_BYTES,
     PAGE_TOKENS,
@@ -358,7 +359,9 @@ class Machine:
 
 
 @pytest.fixture
-def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch, step_pages: int) -> Iterator[PageStore]:
+def stepped(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch, seed: int, step_pages: int
+) -> Iterator[PageStore]:
     """A store whose mover has no threads and whose keeper runs when it is told to."""
     real = _core.Mover
 
@@ -367,7 +370,10 @@ def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch, step_page
 
     monkeypatch.setattr(_core, "Mover", threadless)
     monkeypatch.setattr(Keeper, "start", lambda self: None)
-    sizes = config(directories, device=16, host=6, shared=1, disk=1, step_bytes=step_pages * PAGE_BYTES)
+    sizes = config(
+        directories, device=16, host=6, shared=1, disk=1, step_bytes=step_pages * PAGE_BYTES,
+        axes=(STACKED, PER_LAYER)[seed // 2 % 2],
+    )  # fmt: skip
     with PageStore(sizes) as store:
         yield store
 
