@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from stepwell.config import DeviceTier, SharedTier, StoreConfig
-from stepwell.demo.engine import Engine, EngineOptions
+from stepwell.demo.engine import Engine
 from stepwell.demo.record import Record, compare
 from stepwell.demo.transformer import ModelConfig, make_model
+from stepwell.demo.turns import Turns
 from stepwell.demo.workload import Request
 from stepwell.store import PageStore
 from store_kit import Directories
@@ -38,8 +39,9 @@ def test_requests_that_together_exceed_the_device_are_loaded_one_after_the_other
     for _ in range(2):
         record = Record()
         with PageStore(config) as store:
-            engine = Engine(store, model, EngineOptions(batch=4))
-            engine.serve(requests, record=record)
+            turns = Turns(requests, max_tokens=CONFIG.max_tokens, record=record)
+            engine = Engine(store, model, batch=4, hooks=turns.hooks())
+            engine.serve(turns.next_prompt)
             assert store.flush(30.0)
             assert store.check() == ""
         records.append(record)
