@@ -737,6 +737,7 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
     progress.done = true;
     if (progress.inbox != nullptr) progress.inbox->push(completion);
     if (spec.keep_alive != 0) retired->push(spec.keep_alive);
+    progress.watchers.tell();
     transfer->condition_.notify_all();
   }
   std::lock_guard lock(queue_mutex);

@@ -55,6 +55,8 @@ struct Transfer::Progress {
   std::vector<bool> pool_over;  // all of the page's bytes are in (or out of) the pool
   uint32_t units_left = 0;      // of the stage under way
   bool done = false;
+  bool gate_closed = false;
+  Watchers watchers;  // of done, or of the gate's being closed
   double seconds = 0;
 
   std::atomic<bool> cancelled{false};

@@ -42,6 +42,87 @@ void Gate::close() noexcept {
   }
 }
 
+// ---- Waker -----------------------------------------------------------------------------------------------------
+
+Waker::Waker() : event_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+Waker::~Waker() {
+  // Without the mutex: nobody else is left, but in a forked child it may be as another thread had it.
+  if (event_fd_ >= 0) ::close(event_fd_);
+}
+
+int Waker::fileno() const noexcept {
+  std::lock_guard lock(mutex_);
+  return event_fd_;
+}
+
+void Waker::reserve() {
+  std::lock_guard lock(mutex_);
+  // By doubling: a waiter at a time must not copy the list each time.
+  if (ready_.capacity() <= promised_) ready_.reserve(std::max<size_t>(8, 2 * promised_));
+  ++promised_;
+}
+
+void Waker::unreserve() noexcept {
+  std::lock_guard lock(mutex_);
+  --promised_;
+}
+
+void Waker::push(uint64_t token) noexcept {
+  std::lock_guard lock(mutex_);
+  ready_.push_back(token);
+  if (event_fd_ < 0) return;
+  const uint64_t one = 1;
+  // Fails only where the counter is at its end: then the descriptor is readable as it is.
+  [[maybe_unused]] const ssize_t written = ::write(event_fd_, &one, sizeof one);
+}
+
+std::vector<uint64_t> Waker::drain() {
+  std::lock_guard lock(mutex_);
+  std::vector<uint64_t> tokens(ready_);
+  promised_ -= ready_.size();
+  ready_.clear();
+  if (event_fd_ >= 0) {
+    uint64_t counter = 0;
+    [[maybe_unused]] const ssize_t got = ::read(event_fd_, &counter, sizeof counter);
+  }
+  return tokens;
+}
+
+void Waker::close() noexcept {
+  std::lock_guard lock(mutex_);
+  if (event_fd_ >= 0) ::close(event_fd_);
+  event_fd_ = -1;
+}
+
+// ---- Watchers --------------------------------------------------------------------------------------------------
+
+void Watchers::add(const std::shared_ptr<Waker>& waker, uint64_t token) {
+  entries_.push_back({waker, token});
+  try {
+    waker->reserve();
+  } catch (...) {
+    entries_.pop_back();
+    throw;
+  }
+}
+
+void Watchers::remove(const Waker* waker, uint64_t token) noexcept {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.waker.get() == waker && entry.token == token;
+  });
+  if (found == entries_.end()) return;
+  found->waker->unreserve();
+  entries_.erase(found);
+}
+
+void Watchers::tell() noexcept {
+  for (const Entry& entry : entries_) entry.waker->push(entry.token);
+  entries_.clear();
+}
+
 // ---- Inbox -----------------------------------------------------------------------------------------------------
 
 Inbox::Inbox(size_t capacity) : capacity_(capacity) {
@@ -74,6 +155,7 @@ void Inbox::push(const Completion& completion) noexcept {
   const uint64_t one = 1;
   // Fails only where the counter is at its end: then the descriptor is readable as it is.
   [[maybe_unused]] const ssize_t written = ::write(event_fd_, &one, sizeof one);
+  watchers_.tell();
 }
 
 size_t Inbox::poll(size_t most, std::vector<Completion>* out) {
@@ -97,11 +179,29 @@ void Inbox::close() noexcept {
   ready_.clear();
   uint64_t counter = 0;
   [[maybe_unused]] const ssize_t got = ::read(event_fd_, &counter, sizeof counter);
+  watchers_.tell();
 }
 
 bool Inbox::is_closed() const noexcept {
   std::lock_guard lock(mutex_);
   return closed_;
+}
+
+InboxCounts Inbox::counts() const noexcept {
+  std::lock_guard lock(mutex_);
+  return {capacity_, reserved_, ready_.size()};
+}
+
+bool Inbox::watch(const std::shared_ptr<Waker>& waker, uint64_t token) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || !ready_.empty()) return false;
+  watchers_.add(waker, token);
+  return true;
+}
+
+void Inbox::unwatch(const Waker* waker, uint64_t token) noexcept {
+  std::lock_guard lock(mutex_);
+  watchers_.remove(waker, token);
 }
 
 // ---- RetireList ------------------------------------------------------------------------------------------------
@@ -146,16 +246,24 @@ bool Transfer::source_released() const noexcept { return progress_->source_relea
 
 uint32_t Transfer::layers_done() const noexcept { return progress_->layers_done.load(std::memory_order_acquire); }
 
-bool Transfer::wait(double timeout_s) const {
+template <typename Predicate>
+bool Transfer::wait_for(double timeout_s, Predicate is_over) const {
   // The workers did not come along into a forked child: nothing would ever wake it.
   if (progress_->pid != ::getpid()) return false;
   std::unique_lock lock(mutex_);
-  const auto is_done = [this] { return progress_->done; };
   if (timeout_s < 0 || timeout_s > kLongestWait_s) {
-    condition_.wait(lock, is_done);
+    condition_.wait(lock, is_over);
     return true;
   }
-  return condition_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_done);
+  return condition_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_over);
+}
+
+bool Transfer::wait(double timeout_s) const {
+  return wait_for(timeout_s, [this] { return progress_->done; });
+}
+
+bool Transfer::wait_decided(double timeout_s) const {
+  return wait_for(timeout_s, [this] { return progress_->done || progress_->gate_closed; });
 }
 
 void Transfer::cancel() noexcept { progress_->cancelled.store(true, std::memory_order_relaxed); }
@@ -168,6 +276,26 @@ void Transfer::close_gate() noexcept {
     if (progress_->status[i] == Status::kPending) progress_->status[i] = Status::kDeadline;
   }
   progress_->source_released.store(true, std::memory_order_release);
+  progress_->gate_closed = true;
+  progress_->watchers.tell();
+  condition_.notify_all();
+}
+
+bool Transfer::decided() const noexcept {
+  std::lock_guard lock(mutex_);
+  return progress_->done || progress_->gate_closed;
+}
+
+bool Transfer::watch(const std::shared_ptr<Waker>& waker, uint64_t token) {
+  std::lock_guard lock(mutex_);
+  if (progress_->done || progress_->gate_closed) return false;
+  progress_->watchers.add(waker, token);
+  return true;
+}
+
+void Transfer::unwatch(const Waker* waker, uint64_t token) noexcept {
+  std::lock_guard lock(mutex_);
+  progress_->watchers.remove(waker, token);
 }
 
 std::vector<Status> Transfer::page_status() const {

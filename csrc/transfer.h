@@ -1,4 +1,4 @@
-// A batch of page copies and what follows them, as data; the gate; the inbox.
+// A batch of page copies and what follows them, as data; the gate; the inbox; the waker of an event loop.
 //
 // A page of a transfer has one source and up to four sinks:
 //     source: the lent pool (column kPoolColumn) or a tier;  sinks: tiers (each an ARRIVING claim) and, for a load, the
@@ -72,6 +72,54 @@ struct Completion {
   Status status = Status::kOk;  // first failure, or kOk
 };
 
+// The one descriptor that an event loop watches for all it waits for here, and the tokens of what has come about.
+// A token is taken by watch() and comes back through drain() once, or is given up by unwatch(). Room for it is taken
+// with it, so the list is as long as there are waiters, and push() does not allocate.
+class Waker {
+ public:
+  Waker();  // throws std::system_error where eventfd fails
+  ~Waker();
+  Waker(const Waker&) = delete;
+  Waker& operator=(const Waker&) = delete;
+  int fileno() const noexcept;  // readable while tokens wait; -1 once closed
+  std::vector<uint64_t> drain();
+  // Closes the descriptor at once, whoever still refers to the waker: what comes later is dropped, and never reaches a
+  // descriptor that was given the same number since.
+  void close() noexcept;
+
+ private:
+  friend class Watchers;
+  void reserve();
+  void unreserve() noexcept;
+  void push(uint64_t token) noexcept;  // REQUIRES a reservation
+
+  mutable std::mutex mutex_;
+  size_t promised_ = 0;  // reserved and not drained yet
+  std::vector<uint64_t> ready_;
+  int event_fd_ = -1;
+};
+
+// Who waits for one thing to come about: told once, and then forgotten. GUARDED_BY its owner's mutex.
+class Watchers {
+ public:
+  void add(const std::shared_ptr<Waker>& waker, uint64_t token);  // token: of its own at that waker
+  void remove(const Waker* waker, uint64_t token) noexcept;       // nothing where it has been told
+  void tell() noexcept;
+
+ private:
+  struct Entry {
+    std::shared_ptr<Waker> waker;
+    uint64_t token;
+  };
+  std::vector<Entry> entries_;
+};
+
+struct InboxCounts {
+  size_t capacity = 0;
+  size_t reserved = 0;  // of transfers under way, and of completions that wait
+  size_t ready = 0;     // completions that wait
+};
+
 // Completions of one submitter. Room for a transfer's completion is taken when it is submitted.
 class Inbox {
  public:
@@ -85,6 +133,11 @@ class Inbox {
   // Drops what waits and refuses what comes; the descriptor stays until the last owner of the inbox has gone.
   void close() noexcept;
   bool is_closed() const noexcept;
+  InboxCounts counts() const noexcept;
+  // Tells the waker when a completion comes or the inbox is closed. False: one is here, or it is closed already, and
+  // nothing was taken. Every watcher is told of each; who finds nothing left watches again.
+  bool watch(const std::shared_ptr<Waker>& waker, uint64_t token);
+  void unwatch(const Waker* waker, uint64_t token) noexcept;
 
  private:
   mutable std::mutex mutex_;
@@ -92,6 +145,7 @@ class Inbox {
   size_t reserved_ = 0;
   bool closed_ = false;
   std::vector<Completion> ready_;
+  Watchers watchers_;
   int event_fd_ = -1;
 };
 
@@ -126,6 +180,12 @@ class Transfer {
   // Closes the gate: when it returns no byte can land in the caller's memory; pages that had not landed report
   // kDeadline. The rest of the transfer goes on without the pool.
   void close_gate() noexcept;
+  // Whether the caller has nothing more to wait for: done, or the gate is closed.
+  bool decided() const noexcept;
+  bool wait_decided(double timeout_s) const;
+  // Tells the waker when the transfer is decided. False: it is already, and nothing was taken.
+  bool watch(const std::shared_ptr<Waker>& waker, uint64_t token);
+  void unwatch(const Waker* waker, uint64_t token) noexcept;
   // Per page; kPending where not decided. A load: kOk = all its bytes are in the pool, verified. A save: kOk = resident
   // in every sink.
   std::vector<Status> page_status() const;
@@ -139,6 +199,8 @@ class Transfer {
  private:
   friend class Mover;
   explicit Transfer(TransferSpec spec);
+  template <typename Predicate>
+  bool wait_for(double timeout_s, Predicate is_over) const;
   TransferSpec spec_;
   mutable std::mutex mutex_;
   mutable std::condition_variable condition_;

@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.device_queue",
         "tiers.device",
     ),
-    ("mover", "keeper", "stats", "events"),
+    ("waker", "mover", "keeper", "stats", "events"),
     ("lease", "room", "copies", "sequence", "store"),
     ("",),  # stepwell itself, the public face
 )

@@ -22,21 +22,65 @@ namespace {
 
 constexpr double kSignalSlice_s = 0.1;  // how long a wait may ignore ctrl-C
 
-struct InboxHandle {
-  std::shared_ptr<Inbox> inbox;
+// A mutex of the core may have been held by a thread that a forked child does not have, and an eventfd is its parent's
+// too: there a handle only raises.
+struct OfThisProcess {
+  pid_t pid = ::getpid();
+
+  bool is_forked() const { return pid != ::getpid(); }
+  void require_unforked(const char* what) const {
+    if (!is_forked()) return;
+    const nb::object error = nb::module_::import_("stepwell.errors").attr("ForkedError");
+    const std::string message = std::string(what) + " of process " + std::to_string(pid) + " was used in its child " +
+                                std::to_string(::getpid()) +
+                                ": the threads that would end it are not here; start processes by spawn";
+    PyErr_SetString(error.ptr(), message.c_str());
+    throw nb::python_error();
+  }
 };
 
-struct TransferHandle {
-  std::shared_ptr<Transfer> transfer;
-  pid_t pid = ::getpid();
+struct WakerHandle : OfThisProcess {
+  std::shared_ptr<Waker> waker = std::make_shared<Waker>();
+};
+
+struct InboxHandle : OfThisProcess {
+  explicit InboxHandle(size_t capacity) : inbox_(std::make_shared<Inbox>(capacity)) {}
+  const std::shared_ptr<Inbox>& inbox() const {
+    require_unforked("an inbox");
+    return inbox_;
+  }
+
+ private:
+  std::shared_ptr<Inbox> inbox_;
+};
+
+class TransferHandle : public OfThisProcess {
+ public:
+  explicit TransferHandle(std::shared_ptr<Transfer> transfer) : transfer_(std::move(transfer)) {}
+  TransferHandle(TransferHandle&&) = default;
+  TransferHandle& operator=(TransferHandle&&) = default;
+  ~TransferHandle() {
+    // A thread of the parent's may be waiting on it, for ever as this child sees it: it is left where it lies.
+    if (is_forked()) static_cast<void>(std::make_unique<std::shared_ptr<Transfer>>(std::move(transfer_)).release());
+  }
+  Transfer& operator*() const {
+    require_unforked("a transfer");
+    return *transfer_;
+  }
+  Transfer* operator->() const { return &**this; }
+  // What no lock guards can be read anywhere.
+  const Transfer& lock_free() const { return *transfer_; }
+
+ private:
+  std::shared_ptr<Transfer> transfer_;
 };
 
 template <typename T>
 using Column = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
+template <bool (Transfer::*wait)(double) const>
 bool wait_interruptibly(const TransferHandle& self, std::optional<double> timeout) {
-  if (self.pid != ::getpid())
-    throw std::runtime_error("a transfer cannot be waited for in a forked child: its workers are not there");
+  const Transfer& transfer = *self;
   const auto start = std::chrono::steady_clock::now();
   for (;;) {
     double slice = kSignalSlice_s;
@@ -48,7 +92,7 @@ bool wait_interruptibly(const TransferHandle& self, std::optional<double> timeou
     }
     {
       nb::gil_scoped_release release;
-      if (self.transfer->wait(slice)) return true;
+      if ((transfer.*wait)(slice)) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (last) return false;
@@ -56,7 +100,7 @@ bool wait_interruptibly(const TransferHandle& self, std::optional<double> timeou
 }
 
 Column<uint8_t> page_status(const TransferHandle& self) {
-  const std::vector<Status> statuses = self.transfer->page_status();
+  const std::vector<Status> statuses = self->page_status();
   std::vector<uint8_t> values(statuses.size());
   std::transform(statuses.begin(), statuses.end(), values.begin(),
                  [](Status status) { return static_cast<uint8_t>(status); });
@@ -118,7 +162,7 @@ class MoverHandle {
           copy.numbers[column] = numbers.data()[i * kTiers + column];
         }
       }
-      status = mover_->submit(std::move(spec), inbox != nullptr ? inbox->inbox : nullptr, &transfer);
+      status = mover_->submit(std::move(spec), inbox != nullptr ? inbox->inbox() : nullptr, &transfer);
     } catch (...) {
       drop(token);
       throw;
@@ -182,18 +226,51 @@ void bind_words(nb::module_& module) {
       .value("demote", WorkClass::kDemote);
 }
 
-void bind_inbox(nb::module_& module) {
-  nb::class_<InboxHandle>(module, "Inbox",
-                          "Completions of one submitter; its room is taken when a transfer is submitted.")
+void bind_waker(nb::module_& module) {
+  nb::class_<WakerHandle>(module, "Waker", "The one descriptor that an event loop watches for all it waits for here.")
+      .def(nb::init<>())
       .def(
-          "__init__",
-          [](InboxHandle* self, size_t capacity) { new (self) InboxHandle{std::make_shared<Inbox>(capacity)}; },
-          nb::arg("capacity"))
+          "fileno", [](const WakerHandle& self) { return self.waker->fileno(); },
+          "Return an eventfd that is readable while tokens wait; -1 once closed.")
+      .def(
+          "drain",
+          [](const WakerHandle& self) { return self.is_forked() ? std::vector<uint64_t>() : self.waker->drain(); },
+          "Take the tokens of what has come about: list[int].")
+      .def(
+          "close",
+          [](const WakerHandle& self) {
+            if (!self.is_forked()) self.waker->close();
+          },
+          "Close the descriptor; what comes later is dropped.");
+}
+
+// watch and unwatch of a Transfer or an Inbox.
+template <typename Handle, typename Get>
+void bind_watch(nb::class_<Handle>& type, Get get) {
+  type.def(
+          "watch",
+          [get](const Handle& self, const WakerHandle& waker, uint64_t token) {
+            return get(self).watch(waker.waker, token);
+          },
+          nb::arg("waker"), nb::arg("token"),
+          "Tell the waker this token, once, when there is something to see. Returns False where there is already.")
+      .def(
+          "unwatch",
+          [get](const Handle& self, const WakerHandle& waker, uint64_t token) {
+            if (!self.is_forked()) get(self).unwatch(waker.waker.get(), token);
+          },
+          nb::arg("waker"), nb::arg("token"), "Give up a token; one that was told is no matter.");
+}
+
+void bind_inbox(nb::module_& module) {
+  nb::class_<InboxHandle> type(module, "Inbox",
+                               "Completions of one submitter; its room is taken when a transfer is submitted.");
+  type.def(nb::init<size_t>(), nb::arg("capacity"))
       .def(
           "poll",
           [](const InboxHandle& self, size_t most) {
             std::vector<Completion> completions;
-            self.inbox->poll(most, &completions);
+            self.inbox()->poll(most, &completions);
             std::vector<uint64_t> tags;
             std::vector<uint32_t> ok_pages;
             std::vector<uint8_t> statuses;
@@ -209,41 +286,61 @@ void bind_inbox(nb::module_& module) {
           "Take at most `most` completions, never waiting. Returns tags: uint64[n], pages that are ok: uint32[n], "
           "first failure or ok: uint8[n].")
       .def(
-          "fileno", [](const InboxHandle& self) { return self.inbox->fileno(); },
+          "fileno", [](const InboxHandle& self) { return self.inbox()->fileno(); },
           "Return an eventfd that is readable while completions wait.")
-      .def("close", [](const InboxHandle& self) { self.inbox->close(); }, "Drop what waits, refuse what comes.");
+      .def_prop_ro(
+          "closed", [](const InboxHandle& self) { return self.inbox()->is_closed(); }, "Whether it was closed.")
+      .def(
+          "counts",
+          [](const InboxHandle& self) {
+            const InboxCounts counts = self.inbox()->counts();
+            return std::tuple(counts.capacity, counts.reserved, counts.ready);
+          },
+          "Return (capacity, places taken by transfers under way and completions that wait, completions that wait).")
+      .def("close", [](const InboxHandle& self) { self.inbox()->close(); }, "Drop what waits, refuse what comes.");
+  bind_watch(type, [](const InboxHandle& self) -> Inbox& { return *self.inbox(); });
 }
 
 void bind_transfer(nb::module_& module) {
-  nb::class_<TransferHandle>(module, "Transfer", "Watch a submitted batch of page copies; dropping it changes nothing.")
-      .def_prop_ro(
-          "done", [](const TransferHandle& self) { return self.transfer->done(); },
+  nb::class_<TransferHandle> type(module, "Transfer",
+                                  "Watch a submitted batch of page copies; dropping it changes nothing.");
+  type.def_prop_ro(
+          "done", [](const TransferHandle& self) { return self->done(); },
           "Whether every page is decided and all that follows has been done.")
       .def_prop_ro(
-          "source_released", [](const TransferHandle& self) { return self.transfer->source_released(); },
+          "decided", [](const TransferHandle& self) { return self->decided(); },
+          "Whether it is done, or close_gate() has decided what was open.")
+      .def_prop_ro(
+          "source_released", [](const TransferHandle& self) { return self.lock_free().source_released(); },
           "Whether no worker will touch the lent pool again.")
       .def_prop_ro(
-          "layers_done", [](const TransferHandle& self) { return self.transfer->layers_done(); },
+          "layers_done", [](const TransferHandle& self) { return self.lock_free().layers_done(); },
           "Layers that have landed, verified, for all pages that did not fail.")
-      .def_prop_ro("pages", [](const TransferHandle& self) { return self.transfer->pages(); })
-      .def_prop_ro("tag", [](const TransferHandle& self) { return self.transfer->tag(); })
-      .def_prop_ro("bytes_moved", [](const TransferHandle& self) { return self.transfer->bytes_moved(); })
+      .def_prop_ro("pages", [](const TransferHandle& self) { return self.lock_free().pages(); })
+      .def_prop_ro("tag", [](const TransferHandle& self) { return self.lock_free().tag(); })
+      .def_prop_ro("bytes_moved", [](const TransferHandle& self) { return self.lock_free().bytes_moved(); })
       .def_prop_ro(
-          "seconds", [](const TransferHandle& self) { return self.transfer->seconds(); },
-          "From submit to done; 0 before.")
-      .def("wait", &wait_interruptibly, nb::arg("timeout") = nb::none(),
+          "seconds", [](const TransferHandle& self) { return self->seconds(); }, "From submit to done; 0 before.")
+      .def("wait", &wait_interruptibly<&Transfer::wait>, nb::arg("timeout") = nb::none(),
            "Wait until done, at most `timeout` seconds. Returns whether it is done.")
+      .def("wait_decided", &wait_interruptibly<&Transfer::wait_decided>, nb::arg("timeout") = nb::none(),
+           "Wait until decided, at most `timeout` seconds. Returns whether it is decided.")
       .def(
-          "cancel", [](const TransferHandle& self) { self.transfer->cancel(); },
+          "cancel", [](const TransferHandle& self) { self->cancel(); },
           "Stop what has not started; every claim is returned either way.")
       .def(
-          "close_gate", [](const TransferHandle& self) { self.transfer->close_gate(); },
-          nb::call_guard<nb::gil_scoped_release>(),
+          "close_gate",
+          [](const TransferHandle& self) {
+            Transfer& transfer = *self;
+            nb::gil_scoped_release release;
+            transfer.close_gate();
+          },
           "Return when no byte can land in the lent pool any more; pages that had not landed report `deadline`.")
       .def("page_status", &page_status, "Return the Status of each page: uint8[pages]; `pending` where not decided.")
       .def(
-          "landed", [](const TransferHandle& self) { return to_numpy(self.transfer->landed()); },
+          "landed", [](const TransferHandle& self) { return to_numpy(self->landed()); },
           "Return uint8[pages]: bit c is set where the sink in column c was committed (0: landed in the pool).");
+  bind_watch(type, [](const TransferHandle& self) -> Transfer& { return *self; });
 }
 
 void bind_mover_class(nb::module_& module) {
@@ -326,6 +423,7 @@ void bind_mover_class(nb::module_& module) {
 
 void bind_mover(nb::module_& module) {
   bind_words(module);
+  bind_waker(module);
   bind_inbox(module);
   bind_transfer(module);
   bind_mover_class(module);

@@ -1,23 +1,38 @@
 """Carry out transfers: the Python face of the mover, and what a caller sees of a batch of page copies.
 
 The mover itself is C++ (csrc/mover.h): named workers, bounded weighted queues, and continuations as data, so that
-nobody has to poll for the state to be right. A `Transfer` only observes; dropping it detaches.
+nobody has to poll for the state to be right. A `Transfer` only observes; dropping it, or a cancelled await, detaches.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock
-from stepwell.errors import ChecksumError, PoisonedError, StepwellError, TierIOError
+from stepwell.errors import (
+    ChecksumError,
+    ForkedError,
+    PoisonedError,
+    StepwellError,
+    StepwellUsageError,
+    TierIOError,
+)
+from stepwell.waker import wait_told
 
 POOL_COLUMN: Final = 0
+_MOST_COMPLETIONS: Final = 1 << 20
+
+# What Inbox.poll takes: tags, ok pages, statuses.
+Completions = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], npt.NDArray[np.uint8]]
 
 UNUSED: Final = 0
 SOURCE: Final = 1
@@ -73,33 +88,88 @@ class Plan:
 
 
 class Inbox:
-    """Receive the completions of one submitter: pass it to save and load, and poll it, or wait on its descriptor.
+    """Receive the completions of one submitter: pass it to save and load; poll it, or await it in an asyncio loop.
 
     Invariant: room for a transfer's completion is taken when it is submitted; so none is lost, and a full inbox refuses
     the transfer (full) instead of growing.
-    Threads: any; each completion is delivered once.
+    A context manager: close().
+    Args: capacity: completions, 1 to 2^20: transfers under way and told, but not polled yet.
+    Threads: any, and any number of consumers and loops; each completion is delivered once. In a forked child:
+        ForkedError.
     """
 
     __slots__ = ("_core_inbox",)
 
     def __init__(self, capacity: int) -> None:
+        if not 1 <= capacity <= _MOST_COMPLETIONS:
+            raise StepwellUsageError(
+                f"capacity: {capacity}; give at least 1 and at most {_MOST_COMPLETIONS} completions, as many as "
+                "transfers may be under way"
+            )
         self._core_inbox = _core.Inbox(capacity)
 
-    def poll(self, most: int = 256) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        try:
+            if self.closed:
+                return "<Inbox: closed>"
+            capacity, reserved, ready = self._core_inbox.counts()
+        except ForkedError:
+            return "<Inbox: of another process>"
+        return f"<Inbox: {ready} to poll, {reserved - ready} under way, {capacity - reserved} of {capacity} free>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._core_inbox.closed
+
+    def poll(self, most: int = 256) -> Completions:
         """Take up to `most` completions without waiting.
 
         Returns:
             (tags: uint64[n], as `Transfer.tag`; ok pages: uint32[n]; status: uint8[n], 0 or the first failure's
             `_core.Status`).
         """
+        if most < 1:
+            raise StepwellUsageError(f"most: {most}; give at least 1")
         return self._core_inbox.poll(most)
 
+    async def get(self, most: int = 256) -> Completions:
+        """Wait in an asyncio loop until there are completions, and take up to `most`.
+
+        Returns:
+            As poll(); empty only where the inbox is closed. Cancelled, it has taken none.
+        """
+        while True:
+            found = self.poll(most)
+            if found[0].size or self.closed:
+                return found
+            await wait_told(self._core_inbox)
+
+    async def __aiter__(self) -> AsyncIterator[Completions]:
+        """Yield what get() returns, until the inbox is closed."""
+        while (found := await self.get())[0].size:
+            yield found
+
     def fileno(self) -> int:
-        """Return an eventfd that is readable while completions wait: for select, poll or an event loop."""
+        """Return an eventfd that is readable while completions wait: for select, poll or any event loop.
+
+        Only look whether it is readable: poll() reads it. It is the inbox's, and goes with it.
+        """
         return self._core_inbox.fileno()
 
     def close(self) -> None:
-        """Drop what waits and refuse what comes. Idempotent."""
+        """Drop what waits, refuse what comes, and end every get() and `async for`. Idempotent."""
         self._core_inbox.close()
 
 
@@ -109,13 +179,14 @@ def core_inbox(inbox: Inbox | None) -> _core.Inbox | None:
 
 
 class Transfer:
-    """Observe a batch of page copies.
+    """Observe a batch of page copies: `wait()` in a thread, `await transfer` in an asyncio loop, or an `Inbox`.
 
     Invariant: what the batch decides does not depend on whether anyone observes it.
-    Threads: any. Dropping the object detaches; it never waits.
+    Threads: any, and any number of them, of loops and of awaits. Dropping the object detaches; it never waits. In a
+        forked child: ForkedError, unless nothing was to move.
     """
 
-    __slots__ = ("_clock", "_core_transfer", "_deadline_at", "_gate_closed", "_pages")
+    __slots__ = ("_clock", "_core_transfer", "_deadline_at", "_pages")
 
     def __init__(
         self,
@@ -128,8 +199,35 @@ class Transfer:
         self._core_transfer = core_transfer
         self._clock = clock
         self._deadline_at = deadline_at
-        self._gate_closed = False
         self._pages = pages
+
+    def __repr__(self) -> str:
+        core = self._core_transfer
+        try:
+            statuses, is_over = self.status, core is None or core.decided
+        except ForkedError:
+            return f"<Transfer {self.tag}: {self._pages} pages, of another process>"
+        arrived = int((statuses == _core.Status.ok.value).sum())
+        text = f"<Transfer {self.tag}: {arrived} of {self._pages} pages ok, {'done' if is_over else 'under way'}"
+        failed = statuses[~np.isin(statuses, (_core.Status.ok.value, _core.Status.pending.value))]
+        return f"{text}, {_core.Status(int(failed[0])).name}>" if failed.size else f"{text}>"
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Wait until done in an asyncio loop, and return the transfer itself; failed pages are values, as in wait().
+
+        A deadline holds as in wait(): no byte lands after the await has returned. No thread waits, and nothing is
+        polled: the mover wakes the loop through a descriptor that the loop has only while someone in it awaits.
+        Cancelling the await only detaches: bytes go on landing, in pool slots that are still lent. Call revoke() before
+        the slots are given to another.
+
+        Raises:
+            StepwellUsageError: no asyncio loop runs here, or one without add_reader.
+        """
+        core = self._core_transfer
+        while core is not None and not self.done:
+            left = None if self._deadline_at is None else max(0.0, self._deadline_at - self._clock.monotonic())
+            yield from wait_told(core, left).__await__()
+        return self
 
     @property
     def pages(self) -> int:
@@ -145,12 +243,12 @@ class Transfer:
     def done(self) -> bool:
         """Whether every page is decided, or the deadline has decided the rest."""
         self.enforce_deadline()
-        return self._core_transfer is None or self._gate_closed or self._core_transfer.done
+        return self._core_transfer is None or self._core_transfer.decided
 
     @property
     def source_released(self) -> bool:
         """Whether the caller's memory will not be touched any more."""
-        return self._core_transfer is None or self._gate_closed or self._core_transfer.source_released
+        return self._core_transfer is None or self._core_transfer.source_released
 
     @property
     def layers_done(self) -> int:
@@ -197,31 +295,35 @@ class Transfer:
         """Wait until done.
 
         Args:
-            timeout: seconds, None for no limit but the transfer's own deadline.
+            timeout: seconds, None for no limit but the transfer's own deadline; 0 or less looks without waiting.
 
         Returns:
             True when done: every page is decided. After a deadline has passed no byte can land in the caller's memory.
+
+        Raises:
+            StepwellUsageError: timeout is no number.
         """
+        if timeout is not None and math.isnan(timeout):
+            raise StepwellUsageError("timeout: nan would never pass; give seconds, or None to wait until done")
         core = self._core_transfer
-        if core is None or self._gate_closed:
+        if core is None:
             return True
         limit = timeout
         if self._deadline_at is not None:
             left = max(0.0, self._deadline_at - self._clock.monotonic())
             limit = left if limit is None else min(limit, left)
-        if core.wait(limit) or self.enforce_deadline():
+        if core.wait_decided(limit):
             return True
-        return core.done  # it may have ended between the two
+        self.enforce_deadline()
+        return core.decided  # it may have ended since
 
-    def enforce_deadline(self) -> bool:
-        """Close the gate if the deadline has passed. True if it is closed: then no byte can land any more."""
+    def enforce_deadline(self) -> None:
+        """Close the gate if the deadline has passed: then no byte can land any more."""
         core = self._core_transfer
-        if core is None or self._gate_closed or self._deadline_at is None:
-            return self._gate_closed
-        if self._clock.monotonic() >= self._deadline_at and not core.done:
+        if core is None or self._deadline_at is None or core.decided:
+            return
+        if self._clock.monotonic() >= self._deadline_at:
             core.close_gate()
-            self._gate_closed = True
-        return self._gate_closed
 
     def cancel(self) -> None:
         """Stop what has not started; what is being copied finishes. Everything claimed is returned either way."""
@@ -230,9 +332,8 @@ class Transfer:
 
     def revoke(self) -> None:
         """Give up at once: when this returns no byte can land in the caller's memory. Pages not landed are misses."""
-        if self._core_transfer is not None and not self._gate_closed:
+        if self._core_transfer is not None:
             self._core_transfer.close_gate()
-            self._gate_closed = True
 
     def result(self, timeout: float | None = None) -> int:
         """Wait, and return the usable prefix in pages; raise what went wrong if it is shorter than the batch.

@@ -979,6 +979,135 @@ TEST_CASE("a transfer whose inbox was closed ends all the same, and a closed one
   CHECK(world.mover->submit(TransferSpec{}, inbox, &refused) == Status::kClosed);
 }
 
+// ---- wakers ----------------------------------------------------------------------------------------------------
+
+bool readable(int fileno) {
+  pollfd entry{fileno, POLLIN, 0};
+  return ::poll(&entry, 1, 0) == 1;
+}
+
+using Tokens = std::vector<uint64_t>;
+
+TEST_CASE("every waker that watches a transfer is told once, when it is done") {
+  World world;
+  const auto transfer = world.submit(world.save_spec(1, 2, tiers({kShared, kDisk}), nullptr));
+  const auto one = std::make_shared<Waker>(), other = std::make_shared<Waker>();
+  REQUIRE(transfer->watch(one, 1));
+  REQUIRE(transfer->watch(one, 2));
+  REQUIRE(transfer->watch(other, 1));
+  REQUIRE(transfer->watch(one, 3));
+  transfer->unwatch(one.get(), 3);
+  transfer->unwatch(one.get(), 4);  // never was
+  CHECK(!readable(one->fileno()));
+  world.finish(transfer);
+  CHECK(readable(one->fileno()));
+  CHECK(one->drain() == Tokens{1, 2});
+  CHECK(other->drain() == Tokens{1});
+  CHECK(!readable(one->fileno()));
+  CHECK(one->drain() == Tokens{});
+  CHECK(!transfer->watch(one, 5));  // done already
+  transfer->unwatch(one.get(), 1);  // told: no matter
+  CHECK(one.use_count() == 1);
+  CHECK(other.use_count() == 1);
+}
+
+TEST_CASE("closing the gate decides a transfer, and tells who watches and who waits, although it is not done") {
+  World world;
+  auto saved = world.save(1, 2, tiers({kShared}));
+  const auto transfer = world.submit(world.load_spec(saved, kShared));
+  const auto waker = std::make_shared<Waker>();
+  REQUIRE(transfer->watch(waker, 7));
+  CHECK(!transfer->decided());
+  CHECK(!transfer->wait_decided(0));
+  std::thread waiting([&] { CHECK(transfer->wait_decided(-1)); });
+  transfer->close_gate();
+  waiting.join();
+  CHECK(transfer->decided());
+  CHECK(!transfer->done());
+  CHECK(waker->drain() == Tokens{7});
+  CHECK(!transfer->watch(waker, 8));
+  world.finish(transfer);
+  CHECK(waker->drain() == Tokens{});
+}
+
+TEST_CASE("an inbox tells its watchers of a completion and of its end, and takes none while it has something") {
+  Inbox inbox(2);
+  const auto waker = std::make_shared<Waker>();
+  REQUIRE(inbox.watch(waker, 1));
+  REQUIRE(inbox.watch(waker, 2));
+  inbox.unwatch(waker.get(), 2);
+  REQUIRE(inbox.try_reserve());
+  REQUIRE(inbox.try_reserve());
+  inbox.push({1, 1, 1, Status::kOk});
+  CHECK(waker->drain() == Tokens{1});
+  CHECK(!inbox.watch(waker, 3));
+  InboxCounts counts = inbox.counts();
+  CHECK(counts.capacity == 2);
+  CHECK(counts.reserved == 2);
+  CHECK(counts.ready == 1);
+  std::vector<Completion> completions;
+  CHECK(inbox.poll(2, &completions) == 1);
+  REQUIRE(inbox.watch(waker, 4));
+  inbox.close();
+  CHECK(waker->drain() == Tokens{4});
+  CHECK(!inbox.watch(waker, 5));
+  counts = inbox.counts();
+  CHECK(counts.reserved == 1);  // of the transfer that is under way
+}
+
+TEST_CASE("a waker that was closed writes to no descriptor, whatever has its number now") {
+  World world;
+  const auto transfer = world.submit(world.save_spec(1, 2, tiers({kShared}), nullptr));
+  const auto waker = std::make_shared<Waker>();
+  REQUIRE(transfer->watch(waker, 1));
+  const int number = waker->fileno();
+  waker->close();
+  waker->close();
+  CHECK(waker->fileno() == -1);
+  Waker next;  // the lowest number that is free
+  REQUIRE(next.fileno() == number);
+  world.finish(transfer);
+  CHECK(!readable(next.fileno()));
+  CHECK(waker->drain() == Tokens{1});
+}
+
+TEST_CASE("threads that watch, give up and close while transfers end lose no token and no descriptor") {
+  constexpr int kThreads = 4;
+  constexpr uint32_t kRounds = 200;
+  World world(World::threaded(1024));
+  auto saved = world.save(1, 4, tiers({kShared}));
+  std::vector<std::thread> threads;
+  std::atomic<uint64_t> told{0};
+  for (int t = 0; t < kThreads; ++t) {
+    TransferSpec spec = world.load_spec(saved, kShared);
+    threads.emplace_back([&world, &told, t, spec]() mutable {
+      for (uint32_t round = 0; round < kRounds; ++round) {
+        TransferSpec again = spec;
+        if (round + 1 < kRounds) world.index.retain(again.lease);
+        // No two threads into the same slots: the copies do not meet.
+        for (PageCopy& copy : again.pages) copy.slots[kPool] = copy.slots[kPool] % 4 + static_cast<uint32_t>(4 * t);
+        std::shared_ptr<Transfer> transfer;
+        while (world.mover->submit(again, nullptr, &transfer) == Status::kQueueFull) std::this_thread::yield();
+        const auto waker = std::make_shared<Waker>();
+        const bool watched = transfer->watch(waker, 1) && transfer->watch(waker, 2);
+        if (round % 3 == 0) {
+          transfer->unwatch(waker.get(), 1);
+          transfer->unwatch(waker.get(), 2);
+          waker->close();
+        } else if (watched) {
+          if (round % 3 == 1) transfer->close_gate();
+          pollfd entry{waker->fileno(), POLLIN, 0};
+          REQUIRE(::poll(&entry, 1, 60'000) == 1);
+          told += waker->drain().size();
+        }
+        REQUIRE(transfer->wait(60));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(told > 0);
+}
+
 // ---- threads ---------------------------------------------------------------------------------------------------
 
 TEST_CASE("a forked child refuses, and its mover goes without a join") {
