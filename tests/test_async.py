@@ -25,6 +25,7 @@ from stepwell import _core
 from stepwell.clock import ManualClock
 from stepwell.errors import ForkedError, StepwellUsageError
 from stepwell.testing.faults import inject, resume, wait_paused
+from stepwell.waker import wait_told
 from store_kit import Directories, Rig, chain, stamps
 
 OpenRig = Callable[..., Rig]
@@ -305,6 +306,34 @@ def test_no_byte_lands_once_a_cancelled_await_was_followed_by_revoke(rig: Rig) -
     assert (rig.rows == 0xAB).all()
 
 
+def test_a_wait_that_is_cancelled_or_timed_out_gives_its_token_up() -> None:
+    class Silent:
+        """Never tell, and note what was taken and given up."""
+
+        def __init__(self) -> None:
+            self.taken: list[int] = []
+            self.given_up: list[int] = []
+
+        def watch(self, _: _core.Waker, token: int, /) -> bool:
+            self.taken.append(token)
+            return True
+
+        def unwatch(self, _: _core.Waker, token: int, /) -> None:
+            self.given_up.append(token)
+
+    async def wait() -> None:
+        silent = Silent()
+        await patiently(wait_told(silent, 0.0))
+        waiting = [await waiting_task(wait_told(silent)) for _ in range(3)]
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert len(set(silent.taken)) >= 3
+        assert silent.given_up == silent.taken
+
+    asyncio.run(wait())
+
+
 def test_a_loop_closed_in_mid_await_leaves_nothing_behind(rig: Rig) -> None:
     before = eventfds()
     with inject("mover.unit", "pause"):
@@ -350,6 +379,32 @@ def test_a_loop_without_add_reader_and_no_loop_at_all_are_refused_with_a_way_out
             transfer.__await__().send(None)
     assert transfer.wait(PATIENCE)
     assert eventfds() == before
+
+
+def test_uvloop_serves_as_well(request: pytest.FixtureRequest) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    uvloop.new_event_loop().close()  # its first loop opens a pipe for good: not a leak of the store's
+    rig: Rig = request.getfixturevalue("rig")
+
+    async def load() -> None:
+        with sw.Inbox(8) as inbox:
+            own = eventfds()
+            with inject("mover.unit", "pause"):
+                transfers = [rig.start_load(chain(1, 8), inbox=inbox, deadline=d) for d in (None, math.inf, 0.02)]
+                waiting = [await waiting_task(transfer) for transfer in transfers]
+                waiting[0].cancel()
+                await asyncio.wait(waiting[:1])
+                await patiently(waiting[2])
+                rig.rows[:] = 0xAB
+            assert (await patiently(waiting[1])).ok_pages == 8
+            got: list[int] = []
+            while len(got) < 3:
+                got += (await patiently(inbox.get()))[0].tolist()
+            assert sorted(got) == sorted(transfer.tag for transfer in transfers)
+            assert eventfds() == own
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(load())
 
 
 def test_wait_refuses_a_timeout_that_is_no_number_and_takes_a_past_one_for_a_look(rig: Rig) -> None:
