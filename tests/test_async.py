@@ -23,7 +23,7 @@ import pytest
 import stepwell as sw
 from stepwell import _core
 from stepwell.clock import ManualClock
-from stepwell.errors import ForkedError, StepwellUsageError
+from stepwell.errors import ForkedError, StepwellUsageError, StoreClosedError
 from stepwell.testing.faults import inject, resume, wait_paused
 from stepwell.waker import wait_told
 from store_kit import Directories, Rig, chain, stamps
@@ -761,6 +761,31 @@ def test_a_transfer_and_an_inbox_say_what_they_are(rig: Rig) -> None:
     assert repr(rig.start_load(chain(9, 1))) == "<Transfer 0: 0 of 0 pages ok, done>"
     rig.store.close()
     assert "done" in repr(transfer)
+
+
+def test_a_store_says_what_it_is_open_closed_forked_or_never_opened(open_rig: OpenRig) -> None:
+    rig = open_rig(disk=0, host=1 << 16)
+    rig.save(chain(1, 8))
+    capacity = {name: tier.capacity for name, tier in rig.store.stats().tiers.items()}
+    said = f"<PageStore stamped 1: pages in host 0/{capacity['host']}, shared 8/{capacity['shared']}>"
+    assert repr(rig.store) == said
+
+    def look(_: int) -> None:
+        for _ in range(100):
+            assert repr(rig.store) in (said, "<PageStore stamped 1: closed>")
+
+    def child() -> None:
+        assert repr(rig.store) == "<PageStore stamped 1: of another process>"
+
+    assert in_child(child) == 0
+    run_threads(3, lambda number: look(number) if number else rig.close())
+    assert repr(rig.store) == "<PageStore stamped 1: closed>"
+    with pytest.raises(StoreClosedError, match=r"was closed: open another one with PageStore\(config\)"):
+        rig.store.match(chain(1, 8))
+    half = sw.PageStore.__new__(sw.PageStore)
+    with pytest.raises(StepwellUsageError, match="give a StoreConfig"):
+        half.__init__(7)  # type: ignore[misc, arg-type]
+    assert repr(half) == "<PageStore: not open>"
 
 
 # ---- everything at once ----------------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ class PageStore:
     free + arriving + resident + leaving + quarantined = capacity.
 
     Threads: any, all calls. Not usable in a forked child (ForkedError): use spawn.
+    Asyncio: match, save and load do not wait; `await` the transfer that save and load return. What waits says so, and
+    goes through a thread: `await asyncio.to_thread(store.flush)`; opening a store too. See docs/async.md.
     A context manager: close() finishes or cancels what runs, within config.close_timeout.
 
     Raises (constructor): StepwellUsageError, BudgetError, VolumeError, VolumeBusyError, TierIOError; then nothing is
@@ -151,6 +153,18 @@ class PageStore:
             self._shut(0.0)
             raise
         _OPEN_STORES.add(self)
+
+    def __repr__(self) -> str:
+        if self._keeper is None:
+            return "<PageStore: not open>"
+        name = f"PageStore {self._config.geometry.model} {self._config.geometry.revision}"
+        if os.getpid() != self._pid:
+            return f"<{name}: of another process>"
+        if self._closed:
+            return f"<{name}: closed>"
+        counts = {tier: self._index.counts(tier) for tier in self._room.all_tiers}
+        tiers = ", ".join(f"{tier.name.lower()} {n['resident']}/{n['capacity']}" for tier, n in counts.items())
+        return f"<{name}: pages in {tiers}{', poisoned' if self._index.poisoned() else ''}>"
 
     # ---- memory lent by the caller --------------------------------------------------------------------------------
 
@@ -238,7 +252,7 @@ class PageStore:
 
         Returns:
             Match, a lease: close it (or leave its `with` block) when the pages have been loaded. An empty match is a
-            miss.
+            miss. Never waits: a plain `with` is right in an asyncio loop too.
 
         Raises:
             TokenError: tokens of a wrong dtype or range.
@@ -328,6 +342,9 @@ class PageStore:
     ) -> npt.NDArray[np.bool_]:
         """Load the pages of some keys, each on its own: a missing one does not end the rest. Waits.
 
+        In an asyncio loop: `await asyncio.to_thread(store.load_keys, keys, into=...)`. A task cancelled there leaves
+        the thread at work, and `into` in use, until the call is over: give it a deadline.
+
         Args:
             keys: as in probe. into: one slot a key.
             deadline: seconds; when it has passed the call returns and no byte can land any more.
@@ -376,6 +393,8 @@ class PageStore:
         deadline: float | None = None,
     ) -> npt.NDArray[np.uint8]:
         """Keep pages under an engine's own keys. Waits until they are resident, or the deadline.
+
+        In an asyncio loop: asyncio.to_thread, as load_keys.
 
         Args:
             keys: as in probe; consecutive keys are taken as a chain (each the parent of the next).
@@ -570,6 +589,8 @@ class PageStore:
     def verify(self) -> VerifyResult:
         """Read every page of host, shared and disk and check it; damaged ones are quarantined. Waits.
 
+        In an asyncio loop: `await asyncio.to_thread(store.verify)`.
+
         Cost: all bytes of all tiers are read once, through the mover, behind loads.
         """
         self._use()
@@ -609,6 +630,7 @@ class PageStore:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every transfer submitted before this call is done. False: not within `timeout` seconds.
 
+        In an asyncio loop: `await asyncio.to_thread(store.flush)`, or await each transfer.
         Pages published on a device tier are included once their gather was dispatched: by the engine's next step, or
         drain().
         """
@@ -674,7 +696,8 @@ class PageStore:
     def close(self) -> None:
         """Finish what runs, cancel the rest after config.close_timeout, and give everything back. Idempotent.
 
-        Shared and disk pages stay for the next process. Matches may still be closed afterwards.
+        Shared and disk pages stay for the next process. Matches may still be closed afterwards. Waits: in an asyncio
+        loop, `await asyncio.to_thread(store.close)`; transfers that are awaited end as done.
 
         Raises:
             StepwellUsageError: inside a step of the device tier; nothing is changed then.
@@ -784,7 +807,10 @@ class PageStore:
             )
         mover = self._copies.mover
         if self._closed or mover is None:
-            raise StoreClosedError("the store is closed")
+            raise StoreClosedError(
+                "the store was closed: open another one with PageStore(config); it finds what was committed to shared "
+                "memory and disk"
+            )
         return mover
 
     def _check_slice(self, name: str, given: PoolSlice) -> None:
