@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import resource
 import select
 import signal
 import threading
@@ -253,6 +254,7 @@ def test_loops_of_several_threads_await_one_transfer(rig: Rig) -> None:
                 assert asyncio.run(load()) == 8
             else:
                 begun.wait(PATIENCE)
+                wait_paused("mover.unit")
                 resume("mover.unit")
 
         run_threads(5, work)
@@ -391,12 +393,12 @@ def test_uvloop_serves_as_well(request: pytest.FixtureRequest) -> None:
             own = eventfds()
             with inject("mover.unit", "pause"):
                 transfers = [rig.start_load(chain(1, 8), inbox=inbox, deadline=d) for d in (None, math.inf, 0.02)]
-                waiting = [await waiting_task(transfer) for transfer in transfers]
-                waiting[0].cancel()
-                await asyncio.wait(waiting[:1])
-                await patiently(waiting[2])
-                rig.rows[:] = 0xAB
-            assert (await patiently(waiting[1])).ok_pages == 8
+                cancelled, waiting = [await waiting_task(transfer) for transfer in transfers[:2]]
+                cancelled.cancel()
+                await asyncio.wait({cancelled})
+                await patiently(transfers[2])
+                assert not transfers[0].done
+            assert (await patiently(waiting)).ok_pages == 8
             got: list[int] = []
             while len(got) < 3:
                 got += (await patiently(inbox.get()))[0].tolist()
@@ -405,6 +407,28 @@ def test_uvloop_serves_as_well(request: pytest.FixtureRequest) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(load())
+
+
+def test_no_descriptor_left_is_said_and_harms_nothing(rig: Rig) -> None:
+    with inject("mover.unit", "pause"):
+        transfer = rig.start_load(chain(1, 8))
+
+        async def load() -> None:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                with pytest.raises(sw.StepwellError, match=r"await needs an eventfd: .*open files.*ulimit -n"):
+                    await transfer
+                with pytest.raises(sw.StepwellError, match=r"an inbox needs an eventfd: .*open files.*ulimit -n"):
+                    sw.Inbox(1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            waiting = await waiting_task(transfer)
+            wait_paused("mover.unit")
+            resume("mover.unit")
+            assert await patiently(waiting) is transfer
+
+        asyncio.run(load())
 
 
 def test_wait_refuses_a_timeout_that_is_no_number_and_takes_a_past_one_for_a_look(rig: Rig) -> None:

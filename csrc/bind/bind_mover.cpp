@@ -5,11 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <unordered_map>
 #include <variant>
@@ -39,12 +41,24 @@ struct OfThisProcess {
   }
 };
 
+// Makes what has an eventfd of its own; OSError where there is none to be had.
+template <typename T, typename... Args>
+std::shared_ptr<T> make_with_eventfd(Args... args) {
+  try {
+    return std::make_shared<T>(args...);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+}
+
 struct WakerHandle : OfThisProcess {
-  std::shared_ptr<Waker> waker = std::make_shared<Waker>();
+  std::shared_ptr<Waker> waker = make_with_eventfd<Waker>();
 };
 
 struct InboxHandle : OfThisProcess {
-  explicit InboxHandle(size_t capacity) : inbox_(std::make_shared<Inbox>(capacity)) {}
+  explicit InboxHandle(size_t capacity) : inbox_(make_with_eventfd<Inbox>(capacity)) {}
   const std::shared_ptr<Inbox>& inbox() const {
     require_unforked("an inbox");
     return inbox_;

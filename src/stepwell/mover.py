@@ -94,6 +94,7 @@ class Inbox:
     the transfer (full) instead of growing.
     A context manager: close().
     Args: capacity: completions, 1 to 2^20: transfers under way and told, but not polled yet.
+    Raises: StepwellUsageError, or StepwellError where no descriptor is left for it.
     Threads: any, and any number of consumers and loops; each completion is delivered once. In a forked child:
         ForkedError.
     """
@@ -106,7 +107,12 @@ class Inbox:
                 f"capacity: {capacity}; give at least 1 and at most {_MOST_COMPLETIONS} completions, as many as "
                 "transfers may be under way"
             )
-        self._core_inbox = _core.Inbox(capacity)
+        try:
+            self._core_inbox = _core.Inbox(capacity)
+        except OSError as error:
+            raise StepwellError(
+                f"an inbox needs an eventfd: {error}; raise the limit of open files (ulimit -n)"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +227,8 @@ class Transfer:
         the slots are given to another.
 
         Raises:
-            StepwellUsageError: no asyncio loop runs here, or one without add_reader.
+            StepwellUsageError: no asyncio loop runs here, or one without add_reader. StepwellError: no descriptor is
+                left for it.
         """
         core = self._core_transfer
         while core is not None and not self.done:

@@ -12,7 +12,7 @@ import weakref
 from typing import Final, Protocol
 
 from stepwell import _core
-from stepwell.errors import StepwellUsageError
+from stepwell.errors import StepwellError, StepwellUsageError
 
 _LONGEST_TIMER: Final = 86_400.0
 """Seconds: uvloop overflows on an endless timer, and whoever was woken looks again."""
@@ -34,7 +34,7 @@ async def wait_told(watched: Watched, timeout: float | None = None) -> None:
     Cancelled or left in any other way, it leaves no descriptor, callback or timer behind.
 
     Raises:
-        StepwellUsageError: no asyncio loop runs here, or one without add_reader.
+        StepwellUsageError: no asyncio loop runs here, or one without add_reader. StepwellError: no descriptor is left.
     """
     try:
         loop = asyncio.get_running_loop()
@@ -61,7 +61,12 @@ class _LoopWaker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._core = _core.Waker()
+        try:
+            self._core = _core.Waker()
+        except OSError as error:
+            raise StepwellError(
+                f"await needs an eventfd: {error}; raise the limit of open files (ulimit -n)"
+            ) from error
         self._fileno = self._core.fileno()
         self._pid = os.getpid()
         self._tokens = itertools.count(1)
