@@ -27,7 +27,7 @@ from stepwell.clock import ManualClock
 from stepwell.errors import ForkedError, StepwellUsageError, StoreClosedError
 from stepwell.testing.faults import inject, resume, wait_paused
 from stepwell.waker import wait_told
-from store_kit import Directories, Rig, chain, stamps
+from store_kit import Directories, Rig, assert_unpinned, chain, stamps
 
 OpenRig = Callable[..., Rig]
 PATIENCE = 60.0  # seconds no machine needs
@@ -737,6 +737,24 @@ def test_a_forked_child_is_told_so_by_a_transfer_and_an_inbox_and_never_waits(ri
         assert transfer.wait(PATIENCE)
         waiting.join()
         assert inbox.poll()[0].tolist() == [transfer.tag]
+
+
+def test_a_store_of_a_forked_childs_own_refuses_its_parents_inbox(rig: Rig, directories: Directories) -> None:
+    with sw.Inbox(8) as inbox:
+
+        def child() -> None:
+            other = Rig(Directories(directories.shared.with_name("child"), directories.disk).config(disk=0))
+            other.rows[:8] = stamps(chain(1, 8))
+            result = other.store.save(chain(1, 8), source=other.pool[:8], inbox=inbox)
+            assert (result.saved, result.refused) == (0, 8)
+            assert other.save(chain(1, 8)).saved == 8
+            assert (other.start_load(chain(1, 8), inbox=inbox).status == QUEUE_FULL).all()
+            assert_unpinned(other.store)
+            other.close()
+
+        assert in_child(child) == 0
+        assert rig.start_load(chain(1, 8), inbox=inbox).wait(PATIENCE)
+        assert inbox.poll()[0].size == 1
 
 
 def test_what_a_forked_child_lets_go_of_does_not_wake_or_silence_its_parents_loop(rig: Rig) -> None:

@@ -148,6 +148,9 @@ class MoverHandle {
                                               const PoolHandle* pool, const nb::object& keep_alive,
                                               const InboxHandle* inbox, TransferSpec spec) {
     if (is_forked()) return Status::kClosed;  // before any mutex: the parent's workers may have held it
+    if (inbox != nullptr && inbox->is_forked()) return Status::kClosed;
+    const std::shared_ptr<Inbox> told =
+        inbox != nullptr ? inbox->inbox() : nullptr;  // may raise: while we have the GIL
     drain_retired();
     const size_t count = pages.size();
     require_columns("roles", count, roles.shape(0), roles.shape(1));
@@ -176,7 +179,7 @@ class MoverHandle {
           copy.numbers[column] = numbers.data()[i * kTiers + column];
         }
       }
-      status = mover_->submit(std::move(spec), inbox != nullptr ? inbox->inbox() : nullptr, &transfer);
+      status = mover_->submit(std::move(spec), told, &transfer);
     } catch (...) {
       drop(token);
       throw;
