@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import math
 import os
 import random
@@ -13,6 +14,7 @@ import resource
 import select
 import signal
 import threading
+import traceback
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -87,6 +89,23 @@ def run_threads(count: int, work: Callable[[int], None]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked child that dies where it hangs; return its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.fixture
@@ -383,12 +402,18 @@ def test_a_loop_without_add_reader_and_no_loop_at_all_are_refused_with_a_way_out
     assert eventfds() == before
 
 
-def test_uvloop_serves_as_well(request: pytest.FixtureRequest) -> None:
-    uvloop = pytest.importorskip("uvloop")
-    uvloop.new_event_loop().close()  # its first loop opens a pipe for good: not a leak of the store's
-    rig: Rig = request.getfixturevalue("rig")
+@pytest.mark.skipif(importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed")
+def test_uvloop_serves_as_well(directories: Directories) -> None:
+    def child() -> None:  # its first loop leaves a pipe and a fork handler in the process for good
+        import uvloop
 
-    async def load() -> None:
+        rig = Rig(directories.config(disk=0))
+        rig.save(chain(1, 8))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(load(rig))
+        rig.close()
+
+    async def load(rig: Rig) -> None:
         with sw.Inbox(8) as inbox:
             own = eventfds()
             with inject("mover.unit", "pause"):
@@ -405,8 +430,7 @@ def test_uvloop_serves_as_well(request: pytest.FixtureRequest) -> None:
             assert sorted(got) == sorted(transfer.tag for transfer in transfers)
             assert eventfds() == own
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(load())
+    assert in_child(child) == 0
 
 
 def test_no_descriptor_left_is_said_and_harms_nothing(rig: Rig) -> None:
@@ -667,21 +691,6 @@ def test_closing_the_store_in_a_thread_ends_what_is_awaited(directories: Directo
 
 
 # ---- forked children -------------------------------------------------------------------------------------------------
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child that dies where it hangs; return its exit code."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_forked_child_is_told_so_by_a_transfer_and_an_inbox_and_never_waits(rig: Rig) -> None:

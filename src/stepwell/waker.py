@@ -14,9 +14,6 @@ from typing import Final, Protocol
 from stepwell import _core
 from stepwell.errors import StepwellError, StepwellUsageError
 
-_LONGEST_TIMER: Final = 86_400.0
-"""Seconds: uvloop overflows on an endless timer, and whoever was woken looks again."""
-
 
 class Watched(Protocol):
     """Be something of the core that tells a waker, once, when there is something to see."""
@@ -89,7 +86,7 @@ class _LoopWaker:
             if not watched.watch(self._core, token):
                 return
             if timeout is not None:
-                timer = self._loop.call_later(min(timeout, _LONGEST_TIMER), _set, future)
+                timer = self._loop.call_later(timeout, _set, future)
             await future
         finally:
             if timer is not None:
