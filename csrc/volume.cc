@@ -599,6 +599,7 @@ Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int
 
   std::array<std::byte, kRecordBytes> bytes;
   if (file::pread_all(metadata, bytes.data(), bytes.size(), record_offset) < 0) return Status::kIOError;
+  acquire_fence();  // the page is read after its generation, or what is stale would count as damaged
   if (first_word(bytes.data()) != generation) return Status::kStale;
   SlotRecord record;
   if (!SlotRecord::decode(bytes.data(), &record)) return verdict(Status::kChecksum);
