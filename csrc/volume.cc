@@ -430,8 +430,7 @@ Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps,
         continue;
       }
       SlotRecord record;
-      const bool right = SlotRecord::decode(bytes, &record) && record.label.kind == header_.kind &&
-                         record.length == header_.page_bytes;
+      const bool right = SlotRecord::decode(bytes, &record) && record.is_of(header_);
       if (right && record.label.epoch == epoch) {
         pages->push_back({slot, record.label, generation, stamps[slot]});
         continue;
@@ -583,7 +582,11 @@ Status deliver(const PageShape& shape, const VolumeHeader& header, int pages, co
 
 Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages,
                          const std::byte* mapping, uint32_t slot, uint64_t generation, const Label& wanted,
-                         std::byte* target) noexcept {
+                         std::byte* target, ForeignDetail* detail) noexcept {
+  ForeignDetail own;
+  if (detail == nullptr) detail = &own;
+  detail->expected.clear();
+  detail->found.clear();
   if (slot >= header.slots || !holds_page(generation)) return Status::kInvalid;
   if (shape.layers() != header.layers || shape.page_bytes() != header.page_bytes ||
       shape.fingerprint() != header.fingerprint)
@@ -606,14 +609,14 @@ Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int
   if (!same_page(record.label, wanted)) return Status::kStale;
   if (record.length != header.page_bytes) return verdict(Status::kChecksum);
 
-  std::vector<uint32_t> expected, found;
+  std::vector<uint32_t>&expected = detail->expected, &found = detail->found;
   if (resize_checksums(&expected, header.layers) != Status::kOk) return Status::kIOError;
-  if (resize_checksums(&found, header.layers) != Status::kOk) return Status::kIOError;
   const size_t checksum_bytes = sizeof(uint32_t) * header.layers;
   const uint64_t checksums_offset = header.checksums_offset + checksum_bytes * slot;
   if (file::pread_all(metadata, expected.data(), checksum_bytes, checksums_offset) < 0) return Status::kIOError;
   if (crc32c(0, expected.data(), checksum_bytes) != record.page_checksum) return verdict(Status::kChecksum);
 
+  if (resize_checksums(&found, header.layers) != Status::kOk) return Status::kIOError;
   const Status status = deliver(shape, header, pages, mapping, slot, shape.page_seed(wanted), target, found.data());
   if (status != Status::kOk) return status;
   return verdict(found == expected ? Status::kOk : Status::kChecksum);

@@ -74,6 +74,10 @@ struct SlotRecord {
   void encode(std::byte out[192]) const noexcept;  // computes the record checksum
   // false: a field out of bounds or a wrong checksum
   static bool decode(const std::byte in[192], SlotRecord* out) noexcept;
+  // Whether it may be a record of that volume's: its kind, the length of its pages.
+  bool is_of(const VolumeHeader& header) const noexcept {
+    return label.kind == header.kind && length == header.page_bytes;
+  }
 };
 
 struct RecoveredPage {
@@ -161,14 +165,20 @@ class Volume final : public Medium {
   uint64_t next_stamp_ = 1;    // keeper only
 };
 
+// What read_foreign_page compared: the layer checksums that were recorded, and those of the bytes. Both empty where it
+// did not come so far; found is empty where the recorded ones are damaged.
+struct ForeignDetail {
+  std::vector<uint32_t> expected, found;
+};
+
 // Reads one page of a volume that another process may be writing: FORMAT.md 4. Metadata by pread on `metadata`; bytes
 // by pread on `pages` (the same descriptor for a shared volume), or from `mapping` by guarded copy if that is not null.
 // target: page bytes of private memory. kOk: verified, of the wanted key at the wanted generation. kStale, kChecksum,
 // kIOError, kBusFault: nothing may be used. `pages` may be an O_DIRECT descriptor (and should be one where the writer's
-// is: it goes past the page cache).
+// is: it goes past the page cache). detail: filled if not null.
 Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int metadata, int pages,
                          const std::byte* mapping, uint32_t slot, uint64_t generation, const Label& wanted,
-                         std::byte* target) noexcept;
+                         std::byte* target, ForeignDetail* detail = nullptr) noexcept;
 
 // All volumes of a tier in this process as one medium. add/remove: keeper or constructor only; remove REQUIRES that no
 // slot of it is claimed, resident or pinned (then no worker can be inside it).

@@ -37,10 +37,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         # the directory of a volume tier, from a lock to a tier
         "tiers.locks",
         "tiers.volume_files",
+        "tiers.entry",
         "tiers.process_file",
         "tiers.directory",
         "tiers.birth",
         "tiers.scan",
+        "tiers.reader",
         "tiers.volumes",
         "tiers.lmdb_index",
         "tiers.lmdb_reader",
@@ -52,9 +54,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("waker", "mover", "keeper", "stats", "events"),
     ("lease", "room", "copies", "sequence", "store"),
+    ("inspection", "verification", "removal"),  # tier directories without a store
     ("",),  # stepwell itself, the public face
 )
 POSITION = {module: (layer, place) for layer, row in enumerate(LAYERS) for place, module in enumerate(row)}
+PUBLIC_MODULES = ("errors", "inspection", "removal", "verification")  # part of the public face as wholes
 APPLICATIONS = ("cli", "demo", "adapters")  # the top layer: they use the public face
 JAX_MODULE = "tiers.device"
 LMDB_MODULE = "tiers.lmdb_index"
@@ -135,7 +139,7 @@ def layer_offences(sources: list[Source]) -> list[str]:
                 if (source.module, target) != NEGATIVE_CONTROL:
                     found.append(source.at(node, "nothing outside tests imports stepwell.testing"))
             elif is_application:
-                if target not in ("", "errors") and not is_within(target, APPLICATIONS):
+                if target not in ("", *PUBLIC_MODULES) and not is_within(target, APPLICATIONS):
                     found.append(source.at(node, f"uses only the public face, not stepwell.{target}"))
             elif target == "_core":
                 continue

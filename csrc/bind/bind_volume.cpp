@@ -16,6 +16,7 @@
 #include "medium.h"
 #include "slab.h"
 #include "volume.h"
+#include "volume_reader.h"
 
 namespace stepwell::bind {
 namespace {
@@ -474,6 +475,102 @@ void bind_foreign(nb::module_& module) {
       "is damaged or just being written. Raises OSError.");
 }
 
+using Records = std::tuple<Column<uint32_t>, BytesColumn, Column<uint8_t>, BytesColumn, Column<uint8_t>,
+                           Column<uint8_t>, Column<uint32_t>, Column<uint8_t>, Column<uint64_t>, Column<uint64_t>,
+                           Column<uint64_t>, Column<uint32_t>, EmptySlots>;
+
+Records read_records(const VolumeReader& reader, uint32_t first, uint32_t count) {
+  Status status;
+  RecoveredColumns columns;
+  std::vector<uint32_t> damaged;
+  EmptySlots empty;
+  {
+    const nb::gil_scoped_release release;
+    std::vector<RecoveredPage> pages;
+    status = reader.read_records(first, count, &pages, &damaged, &empty);
+    columns = columns_of(pages);
+  }
+  if (status == Status::kInvalid) throw nb::index_error("slots out of range");
+  if (status != Status::kOk) raise_os_error(EIO);
+  const size_t rows = columns.slots.size();
+  return {to_numpy(std::move(columns.slots)),
+          to_numpy(std::move(columns.keys), rows, kMaxKeyBytes),
+          to_numpy(std::move(columns.key_lengths)),
+          to_numpy(std::move(columns.parents), rows, kMaxKeyBytes),
+          to_numpy(std::move(columns.parent_lengths)),
+          to_numpy(std::move(columns.parent_states)),
+          to_numpy(std::move(columns.depths)),
+          to_numpy(std::move(columns.kinds)),
+          to_numpy(std::move(columns.epochs)),
+          to_numpy(std::move(columns.stamps)),
+          to_numpy(std::move(columns.generations)),
+          to_numpy(std::move(damaged)),
+          empty};
+}
+
+void bind_reader(nb::module_& module) {
+  nb::enum_<PageVerdict>(module, "PageVerdict", "What a check of a page found.")
+      .value("right", PageVerdict::kRight)
+      .value("damaged", PageVerdict::kDamaged)
+      .value("changed", PageVerdict::kChanged)
+      .value("unreadable", PageVerdict::kUnreadable)
+      .value("no_layout", PageVerdict::kNoLayout);
+  nb::enum_<PageDamage>(module, "PageDamage", "What of a damaged page is wrong.")
+      .value("none", PageDamage::kNone)
+      .value("record", PageDamage::kRecord)
+      .value("checksums", PageDamage::kChecksums)
+      .value("layers", PageDamage::kLayers);
+  nb::class_<PageCheck>(module, "PageCheck", "The outcome of a check of one page.")
+      .def_ro("verdict", &PageCheck::verdict)
+      .def_ro("damage", &PageCheck::damage)
+      .def_ro("layers", &PageCheck::layers);
+  nb::class_<EmptySlots>(module, "EmptySlots", "How many slots hold no page, by why.")
+      .def_ro("never_written", &EmptySlots::never_written)
+      .def_ro("odd", &EmptySlots::odd)
+      .def_ro("worn", &EmptySlots::worn);
+  nb::class_<VolumeReader>(module, "VolumeReader",
+                           "Another's volume as tools read it: by pread, no lock, no mapping, no write.")
+      .def(
+          "__init__",
+          [](VolumeReader* self, const VolumeHeader& header, int metadata_fd, int pages_fd) {
+            Descriptor metadata(metadata_fd);
+            Descriptor pages(pages_fd);
+            new (self) VolumeReader(header, std::move(metadata), std::move(pages));
+          },
+          nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
+          "header: decoded against the sizes of these files. Takes ownership of both descriptors, also where it raises "
+          "ValueError.")
+      .def("read_records", &read_records, nb::arg("first"), nb::arg("count"),
+           "Read the records of slots first .. first + count - 1.\n\n"
+           "Returns (slots u32[n], keys u8[n, 64], key_lengths u8[n], parents u8[n, 64], parent_lengths u8[n],\n"
+           "parent_states u8[n], depths u32[n], kinds u8[n], epochs u64[n], stamps u64[n], generations u64[n],\n"
+           "slots of damaged records u32[m], EmptySlots). Raises OSError where they cannot be read.")
+      .def(
+          "check_pages",
+          [](VolumeReader& self, Array1<uint32_t> slots) {
+            std::vector<PageCheck> checks;
+            {
+              const nb::gil_scoped_release release;
+              for (size_t i = 0; i < slots.size(); ++i) checks.push_back(self.check_page(slots.data()[i]));
+            }
+            return checks;
+          },
+          nb::arg("slots"), "Read the pages of some slots with all their layers; a PageCheck each.")
+      .def_prop_ro("slots", [](const VolumeReader& self) { return self.header().slots; })
+      .def_prop_ro("page_bytes", [](const VolumeReader& self) { return self.header().page_bytes; })
+      .def("use_layers", &VolumeReader::use_layers, nb::arg("layer_bytes"),
+           "Say where layers end. Raises ValueError where that is no page of this volume.")
+      .def_prop_ro(
+          "layer_bytes",
+          [](const VolumeReader& self) {
+            std::vector<uint64_t> sizes;
+            const PageShape* shape = self.shape();
+            for (uint32_t i = 0; shape != nullptr && i < shape->layers(); ++i) sizes.push_back(shape->layer_bytes(i));
+            return sizes;
+          },
+          "The sizes of layers, given or found; empty while they are not known.");
+}
+
 }  // namespace
 
 void bind_volume(nb::module_& module) {
@@ -481,6 +578,7 @@ void bind_volume(nb::module_& module) {
   bind_header(module);
   bind_volumes(module);
   bind_foreign(module);
+  bind_reader(module);
 }
 
 }  // namespace stepwell::bind

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepwell import errors
+    from stepwell import errors, inspection, removal, verification
     from stepwell.config import (
         DeviceTier,
         DiskTier,
@@ -72,6 +72,9 @@ __all__ = [
     "errors",
     "from_env",
     "from_mapping",
+    "inspection",
+    "removal",
+    "verification",
 ]
 
 _HOMES = {
@@ -87,13 +90,14 @@ _HOMES = {
     "stats": ("Stats", "TierStats"),
     "store": ("PageStore", "Probe", "VerifyResult"),
 }
+_MODULES = ("errors", "inspection", "removal", "verification")  # public as wholes
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from its home on first use, and keep it."""
-    if name == "errors":
-        return import_module("stepwell.errors")
+    if name in _MODULES:
+        return import_module(f"stepwell.{name}")
     if name == "__version__":
         return import_module("importlib.metadata").version("stepwell")
     home = _HOME_OF.get(name)

@@ -112,23 +112,33 @@ def holder_of(path: str) -> str:
     """Return who holds the flock of `path`, for messages: "pid 12 (python)"."""
     try:
         status = _core.file_stat(path)
-        with open("/proc/locks", encoding="ascii", errors="replace") as lines:
-            for line in lines:
-                # "1: FLOCK  ADVISORY  WRITE 1234 fd:01:5678 0 EOF"
-                fields = line.split()
-                if len(fields) < 6 or fields[1] != "FLOCK":
-                    continue
-                major, minor, inode = fields[5].split(":")
-                if int(inode) == status.inode and status.device == os.makedev(
-                    int(major, 16), int(minor, 16)
-                ):
-                    return _process_named(int(fields[4]))
+        holders = flock_holders()
     except OSError:
         return "a process that cannot be named (no /proc/locks)"
-    return "a process that is not visible here, or has just let go"
+    pid = holders.get((status.device, status.inode))
+    return "a process that is not visible here, or has just let go" if pid is None else process_named(pid)
 
 
-def _process_named(pid: int) -> str:
+def flock_holders() -> dict[tuple[int, int], int]:
+    """Return device and inode -> pid of each flock that this pid namespace shows: more may be held than it shows.
+
+    Raises:
+        OSError: there is no /proc/locks.
+    """
+    holders: dict[tuple[int, int], int] = {}
+    with open("/proc/locks", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            # "1: FLOCK  ADVISORY  WRITE 1234 fd:01:5678 0 EOF"
+            fields = line.split()
+            if len(fields) < 6 or fields[1] != "FLOCK":
+                continue
+            major, minor, inode = fields[5].split(":")
+            holders[os.makedev(int(major, 16), int(minor, 16)), int(inode)] = int(fields[4])
+    return holders
+
+
+def process_named(pid: int) -> str:
+    """Return a pid with the name of its program."""
     if pid <= 0:
         return "a process of another pid namespace"
     try:

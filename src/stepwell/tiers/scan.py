@@ -275,7 +275,7 @@ class Scanner:
         lock = try_lock(lock_path)
         match lock:
             case NotTaken.HELD:
-                record = _read_process(file_path)
+                record = read_process(file_path)
                 if record is not None and record.process_id.hex() == process_id:
                     found.neighbours.append(record)
             case NotTaken.ODD:
@@ -302,7 +302,7 @@ def _metadata_first(name: str) -> tuple[bool, str]:
     return name.endswith(".pages"), name
 
 
-def _read_process(path: str) -> ProcessRecord | None:
+def read_process(path: str) -> ProcessRecord | None:
     """Return a neighbour's record; None where its file is none: then it asks for nothing."""
     try:
         descriptor = open_ours(path, os.O_RDONLY)

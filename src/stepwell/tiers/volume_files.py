@@ -64,11 +64,12 @@ class VolumeNames:
 
 @dataclass(slots=True)
 class Listing:
-    """The names of a tier directory, sorted out. odd: how many match and are no files of ours."""
+    """The names of a tier directory, sorted out. odd: those that match and are no files of ours. strangers: others."""
 
     volumes: dict[str, VolumeNames] = field(default_factory=dict)
     processes: list[str] = field(default_factory=list)
-    odd: int = 0
+    odd: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
 
     @property
     def total_bytes(self) -> int:
@@ -97,6 +98,8 @@ def list_directory(directory: str) -> Listing:
             _names_of(listing, match[1]).lmdb.append(name)
         elif match := _PROCESS_NAME.fullmatch(name):
             processes.add(match[1])
+        elif name != DIRECTORY_LOCK:
+            listing.strangers.append(name)
     listing.processes = sorted(processes)
     return listing
 
@@ -113,7 +116,7 @@ def _add_file(listing: Listing, directory: str, name: str, volume_id: str) -> No
     if is_ours(status):
         _names_of(listing, volume_id).files[name] = status.size
     else:
-        listing.odd += 1
+        listing.odd.append(name)
 
 
 def open_ours(path: str, flags: int) -> _core.Descriptor:
@@ -163,16 +166,25 @@ def read_header(directory: str, name: str) -> bytes:
     """
     descriptor = open_ours(f"{directory}/{name}", os.O_RDONLY)
     try:
-        size = _core.file_fstat(descriptor.fileno()).size
-        data = b""
-        while len(data) < min(size, HEADER_BYTES):
-            more = _core.file_pread(descriptor.fileno(), HEADER_BYTES - len(data), len(data))
-            if not more:
-                raise OSError(errno.EIO, "short read", f"{directory}/{name}")
-            data += more
-        return data
+        return read_first_bytes(descriptor, f"{directory}/{name}")
     finally:
         descriptor.close()
+
+
+def read_first_bytes(descriptor: _core.Descriptor, path: str) -> bytes:
+    """Return what read_header does, of an open file; `path` is for the message.
+
+    Raises:
+        OSError: as read_header.
+    """
+    size = _core.file_fstat(descriptor.fileno()).size
+    data = b""
+    while len(data) < min(size, HEADER_BYTES):
+        more = _core.file_pread(descriptor.fileno(), HEADER_BYTES - len(data), len(data))
+        if not more:
+            raise OSError(errno.EIO, "short read", path)
+        data += more
+    return data
 
 
 def remove_files(directory: str, names: Iterable[str]) -> None:

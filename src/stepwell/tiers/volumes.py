@@ -15,9 +15,8 @@ What is inside a volume is not known here, but for its header (`HeaderFormat`).
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -44,11 +43,10 @@ from stepwell.tiers.directory import (
     HeldVolume,
     Machine,
 )
-from stepwell.tiers.locks import NotTaken, holder_of, try_lock
+from stepwell.tiers.entry import check_directory, directory_lock
 from stepwell.tiers.process_file import OwnProcessFile, ProcessRecord
 from stepwell.tiers.scan import Found, Orphan, Scanner, Sweep, wanted_of
 from stepwell.tiers.volume_files import (
-    DIRECTORY_LOCK,
     VolumeNames,
     create_file,
     open_ours,
@@ -57,7 +55,6 @@ from stepwell.tiers.volume_files import (
 
 # An owner that does not answer a want (stopped, or stuck) is passed over after this long.
 PATIENCE_NS = 1_000_000_000
-_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.02  # seconds between two tries at the directory lock
 
 
 class TierDirectory:
@@ -342,33 +339,13 @@ class TierDirectory:
 
     def _check_directory(self) -> None:
         try:
-            status = _core.file_stat(self._path)
+            _core.file_stat(self._path)
         except FileNotFoundError:
             if not os.path.isdir(os.path.dirname(self._path)):
                 raise VolumeError(f"{self._path} has no parent directory; make it first") from None
             with suppress(FileExistsError):  # A neighbour may make it at the same time.
                 _core.file_mkdir(self._path, 0o700)
-            status = _core.file_stat(self._path)
-        if status.is_symlink:
-            raise VolumeError(f"{self._path} is a symbolic link; name the directory itself")
-        if not status.is_directory:
-            raise VolumeError(f"{self._path} is not a directory")
-        if status.uid != os.geteuid():
-            raise VolumeError(
-                f"{self._path} belongs to user {status.uid}, this process runs as {os.geteuid()};"
-                " give each user a directory"
-            )
-        if status.mode & (stat.S_IWGRP | stat.S_IWOTH):
-            mode = stat.S_IMODE(status.mode)
-            raise VolumeError(
-                f"{self._path} can be written by others (mode {mode:04o}); chmod it to 0700"
-            )
-        system = _core.file_statfs(self._path)
-        if system.is_network:
-            raise VolumeError(
-                f"{self._path} is on a network file system (type {system.type:#x}), where one"
-                " machine's locks and mappings mean nothing to another; name a local directory"
-            )
+        check_directory(self._path)
 
     def _check_capacity(self) -> None:
         config = self._config
@@ -696,32 +673,8 @@ class TierDirectory:
             finally:
                 found.close()
 
-    @contextmanager
-    def _directory_lock(self, timeout: float) -> Iterator[None]:
-        """Hold the directory lock.
-
-        Raises:
-            VolumeBusyError: it was held by others for `timeout` seconds.
-            VolumeError: its name is no regular file of ours.
-        """
-        path = f"{self._path}/{DIRECTORY_LOCK}"
-        clock = self._machine.clock
-        deadline = clock.monotonic() + timeout
-        pause = _FIRST_WAIT
-        while isinstance(lock := try_lock(path, flags=os.O_CREAT), NotTaken):
-            if lock is NotTaken.ODD:
-                raise VolumeError(f"{path} is not a regular file of this user; remove it")
-            if clock.monotonic() >= deadline:
-                raise VolumeBusyError(
-                    f"{path} was held for {timeout:g} s by {holder_of(path)};"
-                    " wait for that process, or end it if it is stopped"
-                )
-            self._machine.wait(pause)
-            pause = min(2 * pause, _LONGEST_WAIT)
-        try:
-            yield
-        finally:
-            lock.close()
+    def _directory_lock(self, timeout: float) -> AbstractContextManager[None]:
+        return directory_lock(self._path, timeout, clock=self._machine.clock, wait=self._machine.wait)
 
 
 def _view_of(found: Found) -> DirectoryView:
@@ -732,7 +685,7 @@ def _view_of(found: Found) -> DirectoryView:
         orphan_bytes=found.orphan_bytes,
         neighbours=tuple(found.neighbours),
         wanted_bytes=found.wanted_bytes,
-        odd=found.listing.odd,
+        odd=len(found.listing.odd),
         unusable=found.unusable,
         unreadable=sum(orphan.header is None for orphan in found.orphans),
         lost_ids=tuple(found.lost),

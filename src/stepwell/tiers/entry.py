@@ -1,0 +1,81 @@
+"""Enter a tier directory: may it be used, and the directory lock, with a deadline (FORMAT.md 1, 6)."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from stepwell import _core
+from stepwell.clock import Clock
+from stepwell.errors import VolumeBusyError, VolumeError
+from stepwell.tiers.locks import NotTaken, holder_of, try_lock
+from stepwell.tiers.volume_files import DIRECTORY_LOCK
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.02  # seconds between two tries at the directory lock
+
+
+def check_directory(path: str) -> None:
+    """Refuse a directory that is not this user's alone, or not of this machine alone.
+
+    Raises:
+        VolumeError: it is a symbolic link, no directory, another user's, writable by others, or on a network file
+            system.
+        OSError: it cannot be looked at (FileNotFoundError: it is not there).
+    """
+    status = _core.file_stat(path)
+    if status.is_symlink:
+        raise VolumeError(f"{path} is a symbolic link; name the directory itself")
+    if not status.is_directory:
+        raise VolumeError(f"{path} is not a directory")
+    if status.uid != os.geteuid():
+        raise VolumeError(
+            f"{path} belongs to user {status.uid}, this process runs as {os.geteuid()}; give each user a directory"
+        )
+    if status.mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.mode)
+        raise VolumeError(f"{path} can be written by others (mode {mode:04o}); chmod it to 0700")
+    system = _core.file_statfs(path)
+    if system.is_network:
+        raise VolumeError(
+            f"{path} is on a network file system (type {system.type:#x}), where one"
+            " machine's locks and mappings mean nothing to another; name a local directory"
+        )
+
+
+@contextmanager
+def directory_lock(
+    directory: str, timeout: float, *, clock: Clock, wait: Callable[[float], None], flags: int = os.O_CREAT
+) -> Iterator[None]:
+    """Hold the directory lock.
+
+    Args:
+        directory: the tier directory.
+        timeout: seconds for which it may be held by others.
+        clock, wait: what time it is, and how to let it pass.
+        flags: os.O_CREAT makes the lock file where it is missing; 0: for readers.
+
+    Raises:
+        VolumeBusyError: it was held by others for `timeout` seconds.
+        VolumeError: its name is no regular file of ours, or is missing and is not to be made.
+    """
+    path = f"{directory}/{DIRECTORY_LOCK}"
+    deadline = clock.monotonic() + timeout
+    pause = _FIRST_WAIT
+    while isinstance(lock := try_lock(path, flags=flags), NotTaken):
+        if lock is NotTaken.ODD:
+            raise VolumeError(f"{path} is not a regular file of this user; remove it")
+        if lock is NotTaken.MISSING:
+            raise VolumeError(f"{path} is missing")
+        if clock.monotonic() >= deadline:
+            raise VolumeBusyError(
+                f"{path} was held for {timeout:g} s by {holder_of(path)};"
+                " wait for that process, or end it if it is stopped"
+            )
+        wait(pause)
+        pause = min(2 * pause, _LONGEST_WAIT)
+    try:
+        yield
+    finally:
+        lock.close()
