@@ -245,8 +245,8 @@ def read_geometries(files: list[str]) -> list[PageGeometry] | None:
         try:
             with open(file, "rb") as text:
                 values = tomllib.load(text)
-            # Only the geometry matters here: the tiers of that file need not be of this machine.
-            geometries.append(from_mapping({"geometry": values.get("geometry", {})}).geometry)
+            # Only the geometry matters here: the tiers of that file need not be this machine's. One is needed.
+            geometries.append(from_mapping({"geometry": values.get("geometry", {}), "host": "1GiB"}).geometry)
         except OSError as error:
             print(f"--config {file}: {error.strerror}", file=sys.stderr)
             return None
