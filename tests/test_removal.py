@@ -163,7 +163,7 @@ def test_what_is_not_ours_stays_and_is_named(place: Path, capsys: pytest.Capture
     proc.symlink_to(outside)
     assert main(["gc", str(place), "--orphans", "--yes"]) == 0
     out = capsys.readouterr().out
-    for path in (link, hard, place / "model.safetensors"):
+    for path in (link, hard, proc, place / "model.safetensors"):
         assert f"leave {path.name}" in out
     assert link.is_symlink()
     assert proc.is_symlink()

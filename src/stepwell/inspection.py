@@ -390,7 +390,10 @@ def _leftovers(path: str, view: View) -> Iterator[Leftover]:
 
 
 def _strangers(path: str, listing: Listing) -> Iterator[Stranger]:
-    for name in sorted(listing.odd):
+    locks = [f"v-{names.volume_id}.lock" for names in listing.volumes.values() if names.has_lock]
+    processes = [f"p-{process_id}.{end}" for process_id in listing.processes for end in ("lock", "proc")]
+    odd = [name for name in (*locks, *processes) if _is_odd(f"{path}/{name}")]
+    for name in sorted([*listing.odd, *odd]):
         yield Stranger(name, _oddity(f"{path}/{name}"))
     for name in sorted(listing.strangers):
         yield Stranger(name, "no name of stepwell's")
@@ -419,6 +422,13 @@ def process_names(path: str, process_id: str) -> tuple[str, ...]:
 def _is_ours_there(path: str) -> bool:
     try:
         return is_ours(_core.file_stat(path))
+    except OSError:
+        return False
+
+
+def _is_odd(path: str) -> bool:
+    try:
+        return not is_ours(_core.file_stat(path))
     except OSError:
         return False
 
