@@ -16,7 +16,7 @@ constexpr uint32_t kSlotsAtOnce = 4096;              // of records and stamps re
 constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // as in volume.cc: beyond it a stamp is damage
 constexpr uint64_t kOpaquePiece = 64 * 1024;         // FORMAT.md 2.3
 constexpr uint64_t kSearchAPage = 4;                 // times its bytes: false matches are rare, so one pass is enough
-constexpr uint64_t kSearchAVolume = uint64_t{1} << 30;  // bytes, and at least one page's search: some seconds
+constexpr uint64_t kSearchAVolume = uint64_t{1} << 30;  // bytes: some seconds
 constexpr int kTries = 4;
 
 uint64_t first_word(const std::byte* bytes) noexcept {
@@ -41,10 +41,7 @@ struct VolumeReader::Reading {
 };
 
 VolumeReader::VolumeReader(const VolumeHeader& header, Descriptor metadata, Descriptor pages)
-    : header_(header),
-      metadata_(std::move(metadata)),
-      pages_(std::move(pages)),
-      search_left_(std::max(kSearchAVolume, kSearchAPage * header.page_bytes)) {
+    : header_(header), metadata_(std::move(metadata)), pages_(std::move(pages)), search_left_(kSearchAVolume) {
   if ((header_.medium == VolumeMedium::kDisk) != pages_.valid())
     throw std::invalid_argument("a disk volume has a file of pages, a shared one has none");
   const uint64_t bytes = header_.page_bytes, layers = header_.layers;
@@ -185,12 +182,11 @@ Status VolumeReader::find_shape(const Reading& reading, PageCheck* check) {
     if (check->damage == PageDamage::kChecksums) return status;
   }
   // The bytes delivered last are of a generation that stood still: damage of one layer is all that can spoil the search.
-  uint64_t steps = kSearchAPage * header_.page_bytes;
-  if (steps > search_left_) return Status::kPending;
-  const uint64_t before = steps;
+  const uint64_t allowed = std::min(kSearchAPage * header_.page_bytes, search_left_);
+  uint64_t steps = allowed;
   std::vector<uint64_t> sizes = find_layers(reading.target, header_.page_bytes, detail.expected,
                                             guesses_.back().page_seed(reading.record.label), &steps);
-  search_left_ -= before - steps;
+  search_left_ -= allowed - steps;
   if (sizes.empty()) return steps == 0 ? Status::kPending : Status::kChecksum;
   PageShape found(std::move(sizes), header_.fingerprint);
   const Status status = read_with(found, reading, &detail);

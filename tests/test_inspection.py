@@ -564,3 +564,12 @@ def test_a_reader_that_stops_early_is_no_error(place: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() in (0, 1)
+
+
+def test_the_page_about_directories_runs(place: Path) -> None:
+    Volume(place)
+    text = (HERE.parent / "docs" / "directories.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0].replace("/dev/shm/stepwell", str(place))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert (len(names["pages"]), names["checks"][0].right, names["removed"].volumes) == (4, 4, ())
