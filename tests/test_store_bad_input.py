@@ -30,7 +30,7 @@ from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.testing.faults import inject
-from stepwell.tiers import volumes
+from stepwell.tiers import entry
 from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, assert_whole, chain
 
 OpenRig = Callable[..., Rig]
@@ -277,9 +277,9 @@ def test_a_directory_that_others_can_write_is_refused(place: Place) -> None:
 def test_a_network_file_system_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, config = place
     nfs = SimpleNamespace(is_network=True, type=0x6969)
-    core = SimpleNamespace(**{name: getattr(volumes._core, name) for name in dir(volumes._core)})
+    core = SimpleNamespace(**{name: getattr(entry._core, name) for name in dir(entry._core)})
     core.file_statfs = lambda _: nfs
-    monkeypatch.setattr(volumes, "_core", core)
+    monkeypatch.setattr(entry, "_core", core)
     with pytest.raises(VolumeError, match="network file system"):
         PageStore(config)
 
