@@ -83,8 +83,10 @@ TEST_CASE("a record that looks damaged and was rewritten since is read again") {
   struct ClearFaults {
     ~ClearFaults() { fault::clear(); }
   } clear;
-  // What is paused is the second look at the generation: read 2 of one page, read 3 of all records (after the stamps).
-  for (const uint64_t nth : {2, 3}) {
+  // What is paused is the second look at the record, then at its generation: reads 2 and 3 of one page, 3 and 4 of all
+  // records (after the stamps).
+  for (const uint64_t nth : {2, 3, 13, 14}) {
+    const bool one = nth < 10;
     VolumeFiles files(VolumeMedium::kShared, shape_of({500, 300}), kVolumeBytes);
     const auto volume = files.open();
     REQUIRE(write_key(*volume, 0, "torn") == Status::kOk);
@@ -93,9 +95,9 @@ TEST_CASE("a record that looks damaged and was rewritten since is read again") {
     CHECK(reader->check_page(0).damage == PageDamage::kRecord);
     PageCheck check;
     Found found;
-    fault::arm("file.pread", fault::Action::kPause, nth, 0);
+    fault::arm("file.pread", fault::Action::kPause, one ? nth : nth - 10, 0);
     std::thread looking([&] {
-      if (nth == 2)
+      if (one)
         check = reader->check_page(0);
       else
         found = read_all(*reader);
@@ -104,7 +106,7 @@ TEST_CASE("a record that looks damaged and was rewritten since is read again") {
     REQUIRE(write_key(*volume, 0, "whole") == Status::kOk);
     fault::clear();
     looking.join();
-    if (nth == 2) {
+    if (one) {
       CHECK(check.verdict == PageVerdict::kRight);
     } else {
       CHECK(found.damaged.empty());
