@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
 import tomllib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stepwell.config import (
@@ -17,7 +23,10 @@ from stepwell.config import (
     floor_bytes,
     from_env,
     from_mapping,
+    load_settings,
     parse_size,
+    setting_names,
+    variable_name,
     volume_bytes,
 )
 from stepwell.errors import BudgetError, GeometryError, StepwellUsageError
@@ -168,7 +177,15 @@ def test_toml_gives_a_configuration() -> None:
     ("values", "words"),
     [
         ({"hots": "1MiB"}, "hots.*did you mean host"),
-        ({"disk": {"capacity": "1GiB", "path": "/x", "direct_oi": True}}, "direct_oi.*did you mean direct_io"),
+        (
+            {"disk": {"capacity": "1GiB", "path": "/x", "direct_oi": True}},
+            r"disk\.direct_oi.*did you mean disk\.direct_io",
+        ),
+        (
+            {"geometry": GEOMETRY_VALUES | {"stream": 1}, "host": 1},
+            r"geometry\.stream .*did you mean geometry\.streams",
+        ),
+        ({"host": "1MiB", "device": {}}, r"device\.pages: missing"),
         ({"disk": {"capacity": "1GiB"}}, "path"),
         ({"host": "1MiB", "copy_threads": "many"}, "copy_threads"),
         ({"host": "1MiB", "geometry": {"model": "m"}}, "revision"),
@@ -221,9 +238,15 @@ def test_a_variable_that_names_nothing_is_refused_and_the_nearest_is_told() -> N
         from_env({"geometry": GEOMETRY_VALUES}, {"STEPWELL_SHARED_CAPACITI": "8GiB"})
 
 
-def test_a_variable_cannot_set_a_field_of_what_is_no_table() -> None:
-    with pytest.raises(StepwellUsageError, match="host"):
-        from_env({"geometry": GEOMETRY_VALUES, "host": "1MiB"}, {"STEPWELL_HOST_CAPACITY": "2MiB"})
+def test_host_as_a_size_is_its_capacity_whichever_source_says_so() -> None:
+    config = from_env({"geometry": GEOMETRY_VALUES, "host": "1MiB"}, {"STEPWELL_HOST_CAPACITY": "2MiB"})
+    assert config.host_bytes() == 2 * MIB
+    assert from_env({"geometry": GEOMETRY_VALUES}, {"STEPWELL_HOST": "3MiB"}).host_bytes() == 3 * MIB
+
+
+def test_from_env_does_not_leave_a_file_unread_in_silence() -> None:
+    with pytest.raises(StepwellUsageError, match="STEPWELL_CONFIG='x.toml'.*load_settings"):
+        from_env({"geometry": GEOMETRY_VALUES, "host": 1}, {"STEPWELL_CONFIG": "x.toml"})
 
 
 def test_an_epoch_from_the_environment_is_the_epoch_that_an_argument_gives() -> None:
@@ -231,3 +254,298 @@ def test_an_epoch_from_the_environment_is_the_epoch_that_an_argument_gives() -> 
 
     config = from_env({"geometry": GEOMETRY_VALUES, "host": "1MiB"}, {"STEPWELL_EPOCH": "7"})
     assert epoch_number(config.epoch) == epoch_number(7)
+
+
+# Sources, one over the other
+
+FILE = """
+# what this machine has
+epoch = "seven"
+host = "2MiB"
+
+[geometry]
+model = "m"
+revision = \"\"\"
+r\"\"\"
+layers = 2
+kv_heads = 2
+head_dim = 32
+dtype = "uint8"
+page_tokens = 4
+shard = [
+  0,
+  1,
+]
+
+[shared]
+capacity = "8GiB"
+path = "/dev/shm/x"
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a configuration file into the working directory; without a call there is none."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_text(text: str, name: str = "some.toml") -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write_text
+
+
+def test_arguments_go_over_variables_over_the_file_over_defaults(write: Callable[[str], str]) -> None:
+    settings = load_settings(
+        write(FILE),
+        environ={"STEPWELL_SHARED_CAPACITY": "4GiB", "STEPWELL_SHARED_SHARE": "1GiB", "STEPWELL_COPY_THREADS": "3"},
+        arguments=["shared.share=2GiB", "disk.capacity=1GiB", "disk.path=/y"],
+    )
+    config = settings.config
+    assert config.shared == SharedTier("4GiB", "/dev/shm/x", share="2GiB")
+    assert config.disk == DiskTier("1GiB", "/y")
+    assert (config.copy_threads, config.io_threads, config.host_bytes()) == (3, 2, 2 * MIB)
+    assert settings.file == "some.toml"
+    places = {name: (origin.kind, str(origin)) for name, origin in settings.origins.items()}
+    assert places["epoch"] == ("file", "some.toml:3")
+    assert places["host.capacity"] == ("file", "some.toml:4")
+    assert places["geometry.revision"] == ("file", "some.toml:8")
+    assert places["geometry.layers"] == ("file", "some.toml:10")
+    assert places["geometry.shard"] == ("file", "some.toml:15")
+    assert places["geometry.streams"] == ("default", "default")
+    assert places["shared.path"] == ("file", "some.toml:22")
+    assert places["shared.capacity"] == ("variable", "STEPWELL_SHARED_CAPACITY")
+    assert places["shared.share"] == ("argument", "--set shared.share=2GiB")
+    assert places["copy_threads"] == ("variable", "STEPWELL_COPY_THREADS")
+    assert places["io_threads"] == ("default", "default")
+    assert "device.pages" not in places
+    assert set(settings.values()) == set(places)
+    assert settings.values()["shared.capacity"] == "4GiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("shared = { capacity = '1GiB', path = '/x' }", "shared.path", 1),
+        ("[geometry]\n[shared]\n  'capacity' = '1GiB'\npath='/x'", "shared.capacity", 3),
+        ("shared.capacity = '1GiB'\nshared.path = '/x'", "shared.path", 2),
+        ("[shared]\r\ncapacity = '1GiB'\r\n\r\n# more\r\npath = '/x'\r\n", "shared.path", 5),
+        ('epoch = """\n[shared]\npath = 1\n"""\n[shared]\ncapacity = 8192\npath = \'/x\'', "shared.path", 7),
+    ],
+)
+def test_a_value_of_a_file_has_the_line_where_it_begins(
+    write: Callable[[str], str], text: str, key: str, line: int
+) -> None:
+    settings = load_settings(write(text), environ={}, arguments={"geometry": GEOMETRY, "host": "1MiB"})
+    assert str(settings.origins[key]) == f"some.toml:{line}"
+
+
+def test_arguments_may_be_nested_dotted_or_the_structs_themselves(write: Callable[[str], str]) -> None:
+    nested = load_settings(write(FILE), environ={}, arguments={"shared": {"share": "1GiB"}, "geometry": GEOMETRY})
+    dotted = load_settings(write(FILE), environ={}, arguments={"shared.share": "1GiB", "geometry": GEOMETRY})
+    struct = load_settings(
+        write(FILE),
+        environ={},
+        arguments={"shared": SharedTier("8GiB", "/dev/shm/x", share="1GiB"), "geometry": GEOMETRY},
+    )
+    assert nested.config == dotted.config == struct.config
+    assert nested.config.geometry == GEOMETRY
+    assert str(nested.origins["shared.share"]) == "argument"
+
+
+@pytest.mark.parametrize("how", ["argument", "text", "variable"])
+def test_a_tier_of_the_file_can_be_left_out(write: Callable[[str], str], how: str) -> None:
+    settings = load_settings(
+        write(FILE),
+        environ={"STEPWELL_SHARED": "none"} if how == "variable" else {},
+        arguments={"argument": {"shared": None}, "text": ["shared=none"], "variable": None}[how],
+    )
+    assert settings.config.shared is None
+    assert not any(name.startswith("shared") for name in settings.origins)
+
+
+def test_an_epoch_given_as_text_is_a_number_where_it_is_one(write: Callable[[str], str]) -> None:
+    assert load_settings(write(FILE), environ={}, arguments=["epoch=7"]).config.epoch == 7
+    assert load_settings(write(FILE), environ={}, arguments={"epoch": "7"}).config.epoch == "7"
+
+
+def test_a_list_given_as_text_is_read_as_toml(write: Callable[[str], str]) -> None:
+    settings = load_settings(write(FILE), environ={"STEPWELL_GEOMETRY_SHARD": "[1, 4]"}, arguments=[])
+    assert settings.config.geometry.shard == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "environ", "arguments", "words"),
+    [
+        (
+            "capacitty = 3",
+            {},
+            [],
+            r"^some\.toml:23: shared\.capacitty names no setting; did you mean shared\.capacity\?",
+        ),
+        ("[dosk]", {}, [], r"^some\.toml:23: dosk names no setting; did you mean disk\?"),
+        ("pages = 3", {}, [], r"shared\.pages names no setting; did you mean device\.pages\?"),
+        (
+            "[disk]\ncapacity = 9",
+            {},
+            [],
+            r"disk\.path: missing; give it in some\.toml or as disk\.path=.*some\.toml:23",
+        ),
+        ("[device]", {}, [], r"device\.pages: missing"),
+        ("x = ", {}, [], r"^some\.toml:23: no TOML: Invalid value"),
+        ("[shared]", {}, [], r"^some\.toml:23: no TOML: Cannot declare"),
+        ("volume_bytes = '16 G'", {}, [], r"shared\.volume_bytes: '16 G' is not a size; give .*some\.toml:23\)$"),
+        (
+            "volume_bytes = '9GiB'",
+            {},
+            [],
+            r"raise shared\.capacity .*some\.toml:21, shared\.volume_bytes: some\.toml:23\)$",
+        ),
+        (
+            "[disk]\npath = '/dev/shm/x'\ncapacity = 9999",
+            {},
+            [],
+            r"a directory of its own \(.*some\.toml:22, .*some\.toml:24",
+        ),
+        (
+            "",
+            {"STEPWELL_HOSTT_CAPACITY": "1"},
+            [],
+            r"STEPWELL_HOSTT_CAPACITY='1' .*did you mean STEPWELL_HOST_CAPACITY\?",
+        ),
+        ("", {"STEPWELL_COPY_THREADS": "many"}, [], r"copy_threads: 'many' \(STEPWELL_COPY_THREADS\): expected int"),
+        (
+            "",
+            {"STEPWELL_COPY_THREADS": "0"},
+            [],
+            r"copy_threads: 0 .*1\.\.256 \(copy_threads: STEPWELL_COPY_THREADS\)$",
+        ),
+        ("", {"STEPWELL_GEOMETRY_LAYERS": "0"}, [], r"layers is 0.*\(geometry\.layers: STEPWELL_GEOMETRY_LAYERS\)$"),
+        ("", {}, ["host"], r"--set host: no value"),
+        ("", {}, ["capacity=2"], r"did you mean host\.capacity or shared\.capacity or disk\.capacity\?"),
+        ("", {}, ["shared=1"], r"shared: '1' \(--set shared=1\) is no table; give shared\.NAME"),
+        ("", {}, ["geometry.shard=0,1"], r"geometry\.shard: '0,1' .*no list; .*\[0, 1\]"),
+        ("", {}, ["geometry.shard=[0, 'a']"], r"geometry\.shard: \[0, 'a'\] \(--set .*\): expected int"),
+        ("", {}, ["low_watermark=nan"], r"low_watermark nan.*--set low_watermark=nan"),
+        ("", {}, ["host=none", "shared=none"], r"no tier: .*file some\.toml, named by the caller"),
+        ("", {}, {"hosts": 1}, r"^argument: hosts names no setting; did you mean host\?"),
+        ("", {}, {"shared": 5}, r"shared: 5 \(argument\) is no table"),
+        ("", {}, {"shared": 5, "shared.share": 1}, r"give one of both"),
+    ],
+)
+def test_what_is_wrong_is_told_with_value_origin_and_remedy(
+    write: Callable[[str], str], more: str, environ: dict[str, str], arguments: Any, words: str
+) -> None:  # C113
+    path = write(FILE + more)
+    with pytest.raises((StepwellUsageError, BudgetError), match=words):
+        load_settings(path, environ=environ, arguments=arguments)
+
+
+# The file
+
+
+def test_the_file_is_the_argument_s_else_the_variable_s_else_the_one_in_the_working_directory(
+    write: Callable[..., str],
+) -> None:
+    for name in ("argument.toml", "variable.toml", "stepwell.toml"):
+        write(FILE, name)
+    environ = {"STEPWELL_CONFIG": "variable.toml"}
+    assert load_settings("argument.toml", environ=environ).file == "argument.toml"
+    assert load_settings(environ=environ).file == "variable.toml"
+    found = load_settings(environ={})
+    assert (found.file, "found in" in found.looked_for) == ("stepwell.toml", True)
+    os.unlink("stepwell.toml")
+    found = load_settings(environ={}, arguments={"geometry": GEOMETRY, "host": 9999})
+    assert found.file is None
+    assert "STEPWELL_CONFIG is not set" in found.looked_for
+    with pytest.raises(StepwellUsageError, match=r"geometry: missing \(no file: none was named.*as geometry\.NAME"):
+        load_settings(environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("absent.toml", "absent.toml: cannot be read .*No such file"), (".", "Is a directory"), ("", "cannot be read")],
+)
+def test_a_file_that_was_named_and_cannot_be_read_is_refused(write: Any, name: str, words: str) -> None:
+    with pytest.raises(StepwellUsageError, match=words):
+        load_settings(name, environ={})
+
+
+def test_an_empty_variable_is_no_file(write: Any) -> None:
+    with pytest.raises(StepwellUsageError, match="STEPWELL_CONFIG is empty; name a file, or unset it"):
+        load_settings(environ={"STEPWELL_CONFIG": ""})
+
+
+def test_a_file_that_is_no_text_or_no_configuration_is_refused(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"# one\nx = '\xff'\n")
+    with pytest.raises(StepwellUsageError, match=r"^bytes\.toml:2: byte 11 is not UTF-8"):
+        load_settings("bytes.toml", environ={})
+    with pytest.raises(StepwellUsageError, match="is no configuration"):
+        load_settings("/dev/zero", environ={})
+
+
+@pytest.mark.parametrize("kind", ["writable", "foreign", "fifo", "directory"])
+def test_a_file_that_nobody_named_is_not_trusted_where_others_may_have_put_it_there(
+    write: Callable[..., str], kind: str
+) -> None:
+    if kind == "fifo":
+        os.mkfifo("stepwell.toml")
+    elif kind == "directory":
+        os.mkdir("stepwell.toml")
+    else:
+        write(FILE, "stepwell.toml")
+    if kind == "writable":
+        os.chmod("stepwell.toml", 0o666)
+    if kind == "foreign":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown("stepwell.toml", 12345, 0)
+    words = {
+        "writable": r"mode 0666\); chmod o-w stepwell\.toml",
+        "foreign": r"belongs to user 12345, .*--config stepwell\.toml or STEPWELL_CONFIG=stepwell\.toml",
+        "fifo": "no regular file",
+        "directory": "no regular file|Is a directory",
+    }[kind]
+    with pytest.raises(StepwellUsageError, match=words):
+        load_settings(environ={})
+    if kind == "foreign":  # following the advice
+        assert load_settings(environ={"STEPWELL_CONFIG": "stepwell.toml"}).config.host_bytes() == 2 * MIB
+    if kind == "writable":
+        os.chmod("stepwell.toml", 0o664)
+        assert load_settings(environ={}).config.host_bytes() == 2 * MIB
+
+
+# The page about it
+
+
+def test_the_page_about_configuration_has_every_setting_with_its_variable_and_default() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| `(STEPWELL_[^`]+)` \| ([^|]+?) \|", page, re.MULTILINE)
+    expected = []
+    for path in setting_names():
+        owner: Any = StoreConfig if len(path) == 1 else type_of(path[0])
+        expected.append((".".join(path), variable_name(path), default_of(owner, path[-1])))
+    assert rows == expected
+
+
+def type_of(table: str) -> Any:
+    return {"geometry": type(GEOMETRY), "device": DeviceTier, "host": HostTier, "shared": SharedTier, "disk": DiskTier}[
+        table
+    ]
+
+
+def default_of(owner: Any, name: str) -> str:
+    """Return what the page says of a default: `value`, "required", or "derived" where None stands for a rule."""
+    if dataclasses.is_dataclass(owner):
+        default: Any = next(field for field in dataclasses.fields(owner) if field.name == name).default
+        missing = default is dataclasses.MISSING
+    else:
+        default = next(field for field in msgspec.structs.fields(owner) if field.name == name).default
+        missing = default is msgspec.NODEFAULT
+    if missing:
+        return "required"
+    if default is None:
+        return "derived"
+    if isinstance(default, int) and default >= MIB:
+        return f"`{default // MIB}MiB`"
+    return f"`{json.dumps(default)}`"

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
         DeviceTier,
         DiskTier,
         HostTier,
+        Origin,
+        Settings,
         SharedTier,
         StoreConfig,
         from_env,
         from_mapping,
+        load_settings,
     )
     from stepwell.errors import StepwellError, StepwellUsageError
     from stepwell.geometry import PageGeometry
@@ -51,6 +54,7 @@ __all__ = [
     "Match",
     "Miss",
     "Namespace",
+    "Origin",
     "PageGeometry",
     "PageStore",
     "PoolPointers",
@@ -60,6 +64,7 @@ __all__ = [
     "SaveOutcome",
     "SaveResult",
     "Sequence",
+    "Settings",
     "SharedTier",
     "Stats",
     "StepwellError",
@@ -73,12 +78,16 @@ __all__ = [
     "from_env",
     "from_mapping",
     "inspection",
+    "load_settings",
     "removal",
     "verification",
 ]
 
 _HOMES = {
-    "config": ("DeviceTier", "DiskTier", "HostTier", "SharedTier", "StoreConfig", "from_env", "from_mapping"),
+    "config": (
+        "DeviceTier", "DiskTier", "HostTier", "Origin", "Settings", "SharedTier", "StoreConfig",
+        "from_env", "from_mapping", "load_settings",
+    ),
     "errors": ("StepwellError", "StepwellUsageError"),
     "geometry": ("PageGeometry",),
     "hashing": ("Namespace",),
