@@ -55,6 +55,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("waker", "mover", "keeper", "stats", "events"),
     ("lease", "room", "copies", "sequence", "store"),
     ("inspection", "verification", "removal"),  # tier directories without a store
+    # what the command line shows of a configuration and of a machine
+    (
+        "effective",
+        "doctor",
+        "doctor.findings",
+        "doctor.machine",
+        "doctor.scratch",
+        "doctor.directories",
+        "doctor.worker",
+        "doctor.round",
+        "doctor.diagnose",
+    ),
     ("",),  # stepwell itself, the public face
 )
 POSITION = {module: (layer, place) for layer, row in enumerate(LAYERS) for place, module in enumerate(row)}

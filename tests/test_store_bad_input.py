@@ -213,8 +213,8 @@ def test_a_capacity_beyond_the_cgroup_is_refused_and_names_the_limit(
 ) -> None:
     from stepwell.tiers import limits
 
-    group = limits._Cgroup(limit_bytes=1 << 20, used_bytes=0, source="/sys/fs/cgroup/pod/memory.max")
-    monkeypatch.setattr(limits.MemoryLimits, "_cgroups", lambda _: iter([group]))
+    group = limits.CgroupLimit(limit_bytes=1 << 20, used_bytes=0, source="/sys/fs/cgroup/pod/memory.max")
+    monkeypatch.setattr(limits.MemoryLimits, "cgroups", lambda _: iter([group]))
     with pytest.raises(BudgetError, match=r"more than 1048576 bytes \(/sys/fs/cgroup/pod/memory.max\)"):
         PageStore(directories.config(shared=8 * VOLUME_BYTES, disk=0))
     with pytest.raises(BudgetError, match=r"host: .*more than 1048576 bytes \(/sys/fs/cgroup/pod/memory.max\)"):
@@ -270,7 +270,7 @@ def test_a_directory_that_others_can_write_is_refused(place: Place) -> None:
     _, path, config = place
     path.mkdir()
     path.chmod(0o777)
-    with pytest.raises(VolumeError, match="chmod it to 0700"):
+    with pytest.raises(VolumeError, match="chmod 0700 "):
         PageStore(config)
 
 

@@ -160,7 +160,7 @@ def test_a_directory_without_a_parent_is_refused(world: World) -> None:
 def test_a_directory_that_others_can_write_is_refused(world: World, mode: int) -> None:
     world.path.mkdir()
     world.path.chmod(mode)
-    with pytest.raises(VolumeError, match=rf"{mode:04o}\); chmod it to 0700"):
+    with pytest.raises(VolumeError, match=rf"{mode:04o}\); chmod 0700 "):
         world.open()
 
 

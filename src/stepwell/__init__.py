@@ -32,6 +32,9 @@ if TYPE_CHECKING:
         from_mapping,
         load_settings,
     )
+    from stepwell.doctor.diagnose import diagnose
+    from stepwell.doctor.findings import Finding
+    from stepwell.effective import EffectiveValue, effective_values
     from stepwell.errors import StepwellError, StepwellUsageError
     from stepwell.geometry import PageGeometry
     from stepwell.hashing import Namespace
@@ -46,7 +49,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceTier",
     "DiskTier",
+    "EffectiveValue",
     "Extended",
+    "Finding",
     "Full",
     "HostTier",
     "Inbox",
@@ -74,6 +79,8 @@ __all__ = [
     "TierStats",
     "Transfer",
     "VerifyResult",
+    "diagnose",
+    "effective_values",
     "errors",
     "from_env",
     "from_mapping",
@@ -88,6 +95,9 @@ _HOMES = {
         "DeviceTier", "DiskTier", "HostTier", "Origin", "Settings", "SharedTier", "StoreConfig",
         "from_env", "from_mapping", "load_settings",
     ),
+    "doctor.diagnose": ("diagnose",),
+    "doctor.findings": ("Finding",),
+    "effective": ("EffectiveValue", "effective_values"),
     "errors": ("StepwellError", "StepwellUsageError"),
     "geometry": ("PageGeometry",),
     "hashing": ("Namespace",),

@@ -320,9 +320,9 @@ class Sources:
         """The file that was read."""
         return self._file
 
-    def has(self, table: str) -> bool:
-        """Return whether any source gives a value of this table."""
-        return any(path[0] == table for path in self._given)
+    def has(self, *path: str) -> bool:
+        """Return whether any source gives this setting, or any of this table."""
+        return any(given[: len(path)] == path for given in self._given)
 
     def add(self, given: Iterable[_Given]) -> None:
         """Lay one source over those before it."""
@@ -333,7 +333,11 @@ class Sources:
             else:
                 self._given[each.path] = each
 
-    def add_table(self, table: str, values: Mapping[str, Any], origin: Origin) -> None:
+    def add_value(self, path: tuple[str, ...], value: Any, origin: Origin) -> None:
+        """Give one setting, over all sources before."""
+        self.add([_Given(path, value, origin)])
+
+    def add_table(self, table: str, values: Mapping[str, Any] | PageGeometry, origin: Origin) -> None:
         """Give a table that no source names."""
         self.add(_flatten({table: values}, lambda path: origin))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from stepwell.cli import demo, directories
+from stepwell.cli import config, demo, directories, doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="A KV cache for LLM serving in four tiers: device, host, shared memory, disk.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, directories):
+    for module in (demo, doctor, config, directories):
         module.add(commands)
     return parser
 

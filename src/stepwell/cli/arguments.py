@@ -14,3 +14,17 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add --config and --set, which every command that reads the configuration has."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="the configuration, TOML (default: $STEPWELL_CONFIG, else ./stepwell.toml)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="over the file and STEPWELL_* variables, e.g. shared.capacity=8GiB; disk=none leaves a tier out",
+    )

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from stepwell import _core
 from stepwell.clock import Clock
@@ -16,6 +17,41 @@ from stepwell.tiers.volume_files import DIRECTORY_LOCK
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.02  # seconds between two tries at the directory lock
 
 
+@dataclass(frozen=True, slots=True)
+class Offence:
+    """Why a path cannot be a tier directory, and what mends it."""
+
+    what: str
+    remedy: str
+
+
+def directory_offence(path: str, status: _core.FileStat) -> Offence | None:
+    """Return why a path, as file_stat sees it, cannot be a tier directory of this user; None: it can.
+
+    Raises:
+        OSError: its file system cannot be looked at.
+    """
+    if status.is_symlink:
+        return Offence("is a symbolic link", f"name the directory itself: {os.path.realpath(path)}")
+    if not status.is_directory:
+        return Offence("is not a directory", "name another, or remove it")
+    if status.uid != os.geteuid():
+        return Offence(
+            f"belongs to user {status.uid}, this process runs as {os.geteuid()}",
+            "give each user a directory of its own",
+        )
+    if status.mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return Offence(f"can be written by others (mode {stat.S_IMODE(status.mode):04o})", f"chmod 0700 {path}")
+    system = _core.file_statfs(path)
+    if system.is_network:
+        return Offence(
+            f"is on a network file system (type {system.type:#x}), where one machine's locks and mappings mean nothing "
+            "to another",
+            "name a local directory",
+        )
+    return None
+
+
 def check_directory(path: str) -> None:
     """Refuse a directory that is not this user's alone, or not of this machine alone.
 
@@ -24,24 +60,9 @@ def check_directory(path: str) -> None:
             system.
         OSError: it cannot be looked at (FileNotFoundError: it is not there).
     """
-    status = _core.file_stat(path)
-    if status.is_symlink:
-        raise VolumeError(f"{path} is a symbolic link; name the directory itself")
-    if not status.is_directory:
-        raise VolumeError(f"{path} is not a directory")
-    if status.uid != os.geteuid():
-        raise VolumeError(
-            f"{path} belongs to user {status.uid}, this process runs as {os.geteuid()}; give each user a directory"
-        )
-    if status.mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.S_IMODE(status.mode)
-        raise VolumeError(f"{path} can be written by others (mode {mode:04o}); chmod it to 0700")
-    system = _core.file_statfs(path)
-    if system.is_network:
-        raise VolumeError(
-            f"{path} is on a network file system (type {system.type:#x}), where one"
-            " machine's locks and mappings mean nothing to another; name a local directory"
-        )
+    offence = directory_offence(path, _core.file_stat(path))
+    if offence is not None:
+        raise VolumeError(f"{path} {offence.what}; {offence.remedy}")
 
 
 @contextmanager

@@ -66,8 +66,12 @@ class MemoryLimits:
     def memory(self) -> Limit:
         """Return the least of the machine's memory and the cgroups' limits."""
         limits = [Limit(self._meminfo("MemTotal"), "MemTotal")]
-        limits.extend(Limit(group.limit_bytes, group.source) for group in self._cgroups())
+        limits.extend(Limit(group.limit_bytes, group.source) for group in self.cgroups())
         return min(limits, key=_nbytes)
+
+    def machine(self) -> tuple[int, int]:
+        """Return the machine's memory and what of it may be had without swapping, bytes."""
+        return self._meminfo("MemTotal"), self._meminfo("MemAvailable")
 
     def total(self, path: str) -> Limit:
         """Return the least of the file system's size, the machine's memory, the cgroups' limits."""
@@ -79,7 +83,7 @@ class MemoryLimits:
         limits = [Limit(self._meminfo("MemAvailable") - self._margin_bytes, "MemAvailable")]
         limits.extend(
             Limit(group.limit_bytes - group.used_bytes - self._margin_bytes, group.source)
-            for group in self._cgroups()
+            for group in self.cgroups()
         )
         limits.append(
             Limit(_core.file_statfs(path).free_bytes, f"free space of the file system of {path}")
@@ -94,7 +98,7 @@ class MemoryLimits:
                 return int(value.split()[0]) * 1024
         raise OSError(f"/proc/meminfo has no {field}")
 
-    def _cgroups(self) -> Iterator[_Cgroup]:
+    def cgroups(self) -> Iterator[CgroupLimit]:
         """Yield every memory cgroup with a limit, from this process's own up to the mount."""
         mounts = list(self._cgroup_mounts())
         for line in _read(self._root / "proc/self/cgroup").splitlines():
@@ -111,8 +115,8 @@ class MemoryLimits:
                     yield from self._ancestors(read, mount_root, mount_point, group)
 
     def _ancestors(
-        self, read: Callable[[Path], _Cgroup | None], mount_root: str, mount_point: str, group: str
-    ) -> Iterator[_Cgroup]:
+        self, read: Callable[[Path], CgroupLimit | None], mount_root: str, mount_point: str, group: str
+    ) -> Iterator[CgroupLimit]:
         top = self._root / mount_point.lstrip("/")
         # Inside a container the mount may show only a part of the hierarchy; a group outside of it
         # is seen as its top.
@@ -134,21 +138,28 @@ class MemoryLimits:
             if not separator or len(fields) < 5 or len(kind) < 3:
                 continue
             if kind[0] == "cgroup2" or (kind[0] == "cgroup" and "memory" in kind[2].split(",")):
-                yield kind[0], _unescape(fields[3]), _unescape(fields[4])
+                yield kind[0], unescape(fields[3]), unescape(fields[4])
 
 
 @dataclass(frozen=True, slots=True)
-class _Cgroup:
+class CgroupLimit:
+    """One memory cgroup with a limit.
+
+    used_bytes: without what the kernel can drop at once, inactive file pages. shmem_bytes: of these, files on tmpfs.
+    source: the file that holds the limit.
+    """
+
     limit_bytes: int
-    used_bytes: int  # without what the kernel can drop at once: inactive file pages
+    used_bytes: int
     source: str
+    shmem_bytes: int = 0
 
 
 def _nbytes(limit: Limit) -> int:
     return limit.nbytes
 
 
-def _read_cgroup2(group: Path) -> _Cgroup | None:
+def _read_cgroup2(group: Path) -> CgroupLimit | None:
     # Above memory.high a group is throttled and reclaimed rather than killed: to a cache that is a
     # limit all the same.
     limits = [
@@ -160,16 +171,18 @@ def _read_cgroup2(group: Path) -> _Cgroup | None:
         return None
     used = _number(group / "memory.current") or 0
     value, name = min(limits)
-    return _Cgroup(value, used - _stat(group, "inactive_file", at_most=used), f"{group / name}")
+    dropped = _stat(group, "inactive_file", at_most=used)
+    return CgroupLimit(value, used - dropped, f"{group / name}", _stat(group, "shmem", at_most=used))
 
 
-def _read_cgroup1(group: Path) -> _Cgroup | None:
+def _read_cgroup1(group: Path) -> CgroupLimit | None:
     limit = _number(group / "memory.limit_in_bytes")
     if limit is None:
         return None
     used = _number(group / "memory.usage_in_bytes") or 0
     droppable = _stat(group, "total_inactive_file", at_most=used)
-    return _Cgroup(limit, used - droppable, f"{group / 'memory.limit_in_bytes'}")
+    source = f"{group / 'memory.limit_in_bytes'}"
+    return CgroupLimit(limit, used - droppable, source, _stat(group, "total_shmem", at_most=used))
 
 
 def _number(path: Path) -> int | None:
@@ -202,7 +215,7 @@ def _relative(group: str, mount_root: str) -> str:
     return group[len(root) :].strip("/") if group.startswith(root) else ""
 
 
-def _unescape(field: str) -> str:
+def unescape(field: str) -> str:
     """Undo the octal escapes of mountinfo."""
     for escape, character in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
         field = field.replace(escape, character)
