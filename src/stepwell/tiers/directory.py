@@ -19,6 +19,8 @@ from stepwell.tiers.limits import DiskLimits, Limits, MemoryLimits
 from stepwell.tiers.process_file import ProcessRecord
 
 RING_ENTRIES = 4096  # of a new volume's append ring
+# What statfs calls file systems whose files are memory: tmpfs, ramfs.
+MEMORY_FILE_SYSTEMS = frozenset({0x01021994, 0x858458F6})
 
 
 class Header(Protocol):

@@ -127,6 +127,7 @@ class VolumeTier:
     def open(self, index: Index) -> Recovered:
         """Join the directory; adopt orphans, warm; have at least one volume if there is room for one."""
         self._directory.open()
+        self._say_where_it_lies()
         pages = freed = 0
         try:
             adopted = self._directory.adopt()
@@ -150,6 +151,22 @@ class VolumeTier:
             self.close(index)
             raise
         return Recovered(pages, freed)
+
+    def _say_where_it_lies(self) -> None:
+        """Warn of a shared tier that is no memory and of a disk tier that is: they work, and not as one would think."""
+        path, is_in_memory = self._directory.path, self._directory.is_in_memory
+        if self._tier is Tier.SHARED and not is_in_memory:
+            _LOG.warning(
+                "shared tier: %s is on no tmpfs: its pages are written to that file system too. Set shared.path below "
+                "/dev/shm, or mount a tmpfs there",
+                path,
+            )
+        if self._tier is Tier.DISK and is_in_memory:
+            _LOG.warning(
+                "disk tier: %s is on a tmpfs: its pages are memory that no limit is checked against, and a reboot "
+                "loses them. Set disk.path on a local disk",
+                path,
+            )
 
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Grow, give back, stamp recency; return how many pages to evict."""

@@ -34,6 +34,7 @@ from stepwell.errors import (
 )
 from stepwell.tiers.birth import Birth, Midwife
 from stepwell.tiers.directory import (
+    MEMORY_FILE_SYSTEMS,
     DirectoryConfig,
     DirectoryCounts,
     DirectoryView,
@@ -79,10 +80,12 @@ class TierDirectory:
         self._boot_id = self._machine.boot_id()
         self._pid = os.getpid()
         self._is_open = False
-        # Found by open(): the alignment of slots, whether pages can go past the page cache, what a
-        # volume of this plan takes, and the floor in whole volumes of that size.
+        # Found by open(): the alignment of slots, whether pages can go past the page cache, whether
+        # files are memory, what a volume of this plan takes, and the floor in whole volumes of that
+        # size.
         self._alignment = 64
         self._direct_io = False
+        self._is_in_memory = False
         self._volume_bytes = 0
         self._floor_bytes = 0
         self._held: dict[str, HeldVolume] = {}
@@ -186,6 +189,11 @@ class TierDirectory:
     def lacking_bytes(self) -> int:
         """What this process lacks to its floor."""
         return max(self._floor_bytes - self.held_bytes, 0)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the directory's files are memory (tmpfs, ramfs); known once open."""
+        return self._is_in_memory
 
     @property
     def direct_io(self) -> bool:
@@ -346,6 +354,7 @@ class TierDirectory:
             with suppress(FileExistsError):  # A neighbour may make it at the same time.
                 _core.file_mkdir(self._path, 0o700)
         check_directory(self._path)
+        self._is_in_memory = _core.file_statfs(self._path).type in MEMORY_FILE_SYSTEMS
 
     def _check_capacity(self) -> None:
         config = self._config
