@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stepwell import _core
@@ -19,6 +19,7 @@ from stepwell.config import (
     parse_size,
     volume_bytes,
 )
+from stepwell.errors import BudgetError
 from stepwell.geometry import PageGeometry
 from stepwell.tiers.directory import CoreHeaders
 
@@ -26,6 +27,8 @@ EXAMPLE_GEOMETRY: Final = PageGeometry(
     model="example", revision="none", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=16
 )
 """Stands in where no source gives a geometry, because the engine does: pages of 2 MiB."""
+_SMALL_EXAMPLE: Final = replace(EXAMPLE_GEOMETRY, layers=1, kv_heads=1)
+"""Stands in where even one such page is more than a tier may hold: pages of 8 KiB."""
 EXAMPLE: Final = Origin("default", "example")
 DERIVED: Final = "derived"
 _SLOT_ALIGNMENT: Final = 4096  # of host slots always, of disk slots at most: the file system may want less
@@ -81,9 +84,14 @@ def effective_values(
 
 def settle_with_example(sources: Sources) -> Settings:
     """Check what the sources say; an example stands in for a geometry that none of them gives."""
-    if not sources.has("geometry"):
-        sources.add_table("geometry", EXAMPLE_GEOMETRY, EXAMPLE)
-    return sources.settle()
+    if sources.has("geometry"):
+        return sources.settle()
+    sources.add_table("geometry", EXAMPLE_GEOMETRY, EXAMPLE)
+    try:
+        return sources.settle()
+    except BudgetError:
+        sources.add_table("geometry", _SMALL_EXAMPLE, EXAMPLE)
+        return sources.settle()
 
 
 def has_geometry(settings: Settings) -> bool:

@@ -12,7 +12,7 @@ from stepwell.doctor.directories import check_directory
 from stepwell.doctor.findings import Finding, fail, ok, warn
 from stepwell.doctor.machine import check_machine
 from stepwell.doctor.round import check_round
-from stepwell.effective import EXAMPLE, EXAMPLE_GEOMETRY, has_geometry, settle_with_example, show_size
+from stepwell.effective import EXAMPLE, has_geometry, settle_with_example, show_size
 from stepwell.errors import StepwellError, StepwellUsageError
 
 EXAMPLE_CAPACITY: Final = {"shared": "256MiB", "disk": "1GiB"}
@@ -69,7 +69,7 @@ def diagnose(
         if getattr(settings.config, tier) is None:
             continue
         for finding in check_directory(settings, tier, Path(root)):
-            if finding.verdict == "fail" and finding.subject == f"{tier} directory":
+            if finding.verdict == "fail" and finding.subject in (f"{tier} directory", f"{tier} file system"):
                 unfit[tier] = finding.remedy
             yield finding
     if with_round:
@@ -88,7 +88,7 @@ def _say_configuration(settings: Settings, *, is_example: bool) -> Finding:
     geometry = (
         f"pages of {show_size(config.geometry.page_bytes)}"
         if has_geometry(settings)
-        else f"no geometry (the engine gives it; pages of {show_size(EXAMPLE_GEOMETRY.page_bytes)} stand in)"
+        else f"no geometry (the engine gives it; pages of {show_size(config.geometry.page_bytes)} stand in)"
     )
     if is_example:
         return warn(

@@ -13,7 +13,7 @@ from typing import Final
 from stepwell import _core
 from stepwell.config import DiskTier, Settings, SharedTier, parse_size
 from stepwell.doctor.findings import Finding, fail, ok, size_setting, warn
-from stepwell.doctor.machine import check_logout, taken_bytes
+from stepwell.doctor.machine import CAP_SYS_ADMIN, check_logout, has_capability, taken_bytes
 from stepwell.doctor.scratch import may_write, nearest_existing, parent_of, scratch_beside
 from stepwell.effective import show_size, tier_capacity
 from stepwell.tiers.entry import directory_offence
@@ -57,7 +57,7 @@ class DirectIo:
 
 
 def check_directory(settings: Settings, tier: str, root: Path) -> Iterator[Finding]:
-    """Check the directory of "shared" or "disk". After a fail of owner, mode or mount nothing more is looked at."""
+    """Check the directory of "shared" or "disk". Where it cannot be one, nothing more is looked at."""
     given = settings.config.shared if tier == "shared" else settings.config.disk
     assert given is not None
     path = os.path.abspath(os.path.expanduser(given.path))
@@ -68,7 +68,10 @@ def check_directory(settings: Settings, tier: str, root: Path) -> Iterator[Findi
         if fitness.verdict == "fail":
             return
         yield from _check_parents(tier, path)
-        yield _check_kind(tier, given, path, mount, root)
+        kind = _check_kind(tier, given, path, mount, root)
+        yield kind
+        if kind.verdict == "fail":
+            return
         yield from _check_room(settings, tier, given, path, mount, root)
         if isinstance(given, DiskTier):
             yield _check_direct_io(settings, given, path)
@@ -221,7 +224,7 @@ def _check_room(
     holds = tier_capacity(settings, tier)
     tokens = holds.pages * settings.config.geometry.page_tokens
     found = (
-        f"{show_size(capacity)} in {holds.volumes} volumes of {show_size(holds.volume_bytes)}, {tokens:,} tokens; "
+        f"{show_size(capacity)} = {holds.volumes} x {show_size(holds.volume_bytes)} (volumes), {tokens:,} tokens; "
         f"file system {show_size(system.total_bytes)}, {show_size(system.free_bytes)} free"
     )
     if taken:
@@ -275,12 +278,12 @@ def _more_room(tier: str, path: str, mount: Mount, root: Path, capacity: int, ro
     system = _core.file_statfs(mount.point)
     mib = -(-(capacity - room + system.total_bytes) >> 20) + 1 if capacity > room else system.total_bytes >> 20
     remount = f"mount -o remount,size={mib}m {mount.point}"
-    if is_container(root):
+    if is_container(root) and not has_capability(CAP_SYS_ADMIN, root):
         return (
             f"docker run --shm-size={mib}m ...  # Kubernetes: an emptyDir with medium: Memory and sizeLimit: {mib}Mi, "
             f"mounted at {mount.point}; or {smaller}"
         )
-    return f"{remount}  # as root; or {smaller}"
+    return f"{remount}  # as root; docker: --shm-size={mib}m; or {smaller}"
 
 
 def is_container(root: Path) -> bool:

@@ -23,6 +23,7 @@ from stepwell.tiers.volume_files import list_directory
 ENGINES: Final = ("sglang", "vllm", "torch")
 ACCELERATORS: Final = re.compile(r"(jax-(cuda\d+|rocm\d*)-plugin|libtpu)$")
 CAP_IPC_LOCK: Final = 14
+CAP_SYS_ADMIN: Final = 21
 DESCRIPTORS_OF_A_PROCESS: Final = 128  # interpreter, engine's own files and sockets, pipes
 DESCRIPTORS_OF_SHARED: Final = 2  # a volume: lock, file
 DESCRIPTORS_OF_DISK: Final = 5  # a volume: lock, metadata, pages, LMDB, and one while it is being read
@@ -206,7 +207,7 @@ def _check_cgroup(needs: Needs, group: CgroupLimit) -> Finding:
         "a page of tmpfs counts against the group of whoever touches it first, and going over the limit is an OOM "
         "kill, not an error"
     )
-    raised = group.used_bytes + needs.memory_bytes + MEMORY_MARGIN_BYTES
+    raised = group.used_bytes + needs.memory_bytes + 4 * MEMORY_MARGIN_BYTES  # others come and go meanwhile
     remedy = (
         f"echo {raised} > {group.source}  # as root; docker: --memory={size_setting(raised + (1 << 20))}; Kubernetes: "
         f"resources.limits.memory; or {_smaller(needs, room)}"
@@ -231,11 +232,10 @@ def _smaller(needs: Needs, room: int) -> str:
 def check_locked_memory(needs: Needs, root: Path) -> Finding:
     """Say what may be locked: stepwell locks nothing, drivers that pin the host tier do."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    effective = int(_line(root / "proc/self/status", r"CapEff:\s*([0-9a-f]+)") or "0", 16)
     found = f"RLIMIT_MEMLOCK {_limit(soft, size=True)} (hard {_limit(hard, size=True)})"
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", found)
-    if effective >> CAP_IPC_LOCK & 1:
+    if has_capability(CAP_IPC_LOCK, root):
         return ok("locked memory", f"{found}, not applied: this process has CAP_IPC_LOCK")
     if not needs.has_device or soft >= needs.host_bytes:
         return ok("locked memory", f"{found}; stepwell locks nothing itself, and no driver pins more for it")
@@ -247,6 +247,12 @@ def check_locked_memory(needs: Needs, root: Path) -> Finding:
         "are refused beyond the limit, and copies become slower or fail",
         remedy=_raise_limit("l", kib, hard, needs.host_bytes, "MEMLOCK", "memlock"),
     )
+
+
+def has_capability(number: int, root: Path) -> bool:
+    """Return whether this process has a capability in effect."""
+    effective = int(_line(root / "proc/self/status", r"CapEff:\s*([0-9a-f]+)") or "0", 16)
+    return bool(effective >> number & 1)
 
 
 def check_huge_pages(needs: Needs, root: Path) -> Finding:

@@ -24,7 +24,7 @@ from stepwell.config import DiskTier, Settings, SharedTier
 from stepwell.doctor.findings import Finding, fail, ok, warn
 from stepwell.doctor.machine import version_of
 from stepwell.doctor.scratch import scratch_beside
-from stepwell.doctor.worker import Spec
+from stepwell.doctor.worker import SPARE_PAGES, Spec
 from stepwell.effective import show_size
 from stepwell.errors import StepwellError
 from stepwell.tiers.limits import DiskLimits, Limits, MemoryLimits
@@ -129,7 +129,7 @@ def _volume_round(settings: Settings, tiers: Mapping[str, SharedTier | DiskTier]
                 f"{show_size(rooms[tight])} can be had, the smallest round takes "
                 f"{show_size(_volume_bytes(page_bytes))}",
                 why="not even one small volume fits",
-                remedy=f"df -h {os.path.dirname(scratch[tight])}  # make room there; see {tight} capacity above",
+                remedy=f"df -h {os.path.dirname(os.path.dirname(scratch[tight]))}  # then make room there",
             )
             return
         yield from _write_and_read(settings, _spec(settings, page_bytes, scratch), tiers)
@@ -178,7 +178,7 @@ def _spec(settings: Settings, page_bytes: int, scratch: Mapping[str, str]) -> Sp
 
 def _volume_bytes(page_bytes: int) -> int:
     """Return what a volume of the round takes: its pages, padded, and its metadata."""
-    return PAGES * (-(-page_bytes // 4096) * 4096) + METADATA_BYTES
+    return (PAGES + SPARE_PAGES) * (-(-page_bytes // 4096) * 4096) + METADATA_BYTES
 
 
 def _rate(told: Mapping[str, float]) -> str:

@@ -27,6 +27,8 @@ from stepwell.index import Tier
 from stepwell.store import PageStore
 
 PAGE_TOKENS: Final = 16
+SPARE_PAGES: Final = 2
+"""Slots beyond the pages: a tier without a free slot is evicted in the background, and the round counts its pages."""
 PATIENCE: Final = 30.0  # seconds for anything that should take milliseconds
 Rows = npt.NDArray[np.uint8]
 
@@ -68,7 +70,7 @@ def config_of(spec: Spec, *, host: bool = False) -> StoreConfig:
         geometry=PageGeometry.opaque(
             spec.page_bytes, page_tokens=PAGE_TOKENS, fingerprint={"model": "stepwell doctor"}
         ),
-        host=spec.pages * (-(-spec.page_bytes // 4096) * 4096) if host else None,
+        host=(spec.pages + SPARE_PAGES) * (-(-spec.page_bytes // 4096) * 4096) if host else None,
         shared=SharedTier(size, spec.shared, volume_bytes=size) if spec.shared else None,
         disk=DiskTier(size, spec.disk, volume_bytes=size, direct_io=spec.direct_io) if spec.disk else None,
         copy_threads=spec.copy_threads,
