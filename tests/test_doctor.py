@@ -241,6 +241,15 @@ def test_huge_pages_that_nobody_gets_are_told(tree: Tree) -> None:
     assert look(["host=1MiB"], root=tree.root)["huge pages"].verdict == "ok"
 
 
+def test_a_machine_that_cannot_be_looked_at_is_a_finding(tree: Tree) -> None:
+    (tree.root / "proc/meminfo").unlink()
+    found = look(["host=64MiB"], root=tree.root)["machine"]
+    assert found.verdict == "fail"
+    assert "meminfo" in found.found
+    Tree(tree.root)  # follows the advice: it is readable
+    assert "machine" not in look(["host=64MiB"], root=tree.root)
+
+
 # Limits of the process
 
 
@@ -469,6 +478,20 @@ def test_a_directory_that_this_user_may_not_make_fails(memory: Path) -> None:
     follow(found)
     with as_user(12345):
         assert look(shared_at(memory / "s"))["shared directory"].verdict == "ok"
+
+
+@needs_root
+def test_a_directory_above_that_this_user_may_not_enter_fails(memory: Path) -> None:
+    (memory / "s").mkdir(mode=0o700)
+    os.chown(memory / "s", 12345, -1)
+    memory.chmod(0o700)
+    with as_user(12345):
+        found = look(shared_at(memory / "s"))["shared directory"]
+    assert (found.verdict, f"user 12345 may not enter {memory} (mode 0700)" in found.found) == ("fail", True)
+    follow(found)
+    with as_user(12345):
+        found = look(shared_at(memory / "s"))["shared directory"]
+        assert found.verdict == "ok", found
 
 
 @needs_root

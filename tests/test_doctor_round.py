@@ -181,6 +181,9 @@ def test_a_child_that_ends_without_a_word_or_says_nothing_is_told(spec: Spec, mo
     monkeypatch.setattr(doctor_round.sys, "executable", "/bin/false")
     told = _Child("write", spec).result()
     assert told["error"].startswith("ended with 1")
+    monkeypatch.setattr(doctor_round.sys, "executable", "/nowhere/python")
+    told = _Child("write", spec).result()
+    assert told["error"] == "/nowhere/python cannot be started: No such file or directory"
     monkeypatch.undo()
     monkeypatch.setattr(doctor_round, "ACT_SECONDS", 0.0)
     told = _Child("write", spec).result()
@@ -272,8 +275,9 @@ def test_what_a_killed_doctor_left_the_next_one_removes_and_a_living_one_s_it_le
 def test_a_child_ends_when_its_doctor_is_gone(spec: Spec) -> None:
     child = _Child("write", spec)
     child.line()
-    stdin = child._process.stdin
+    stdin = child._process.stdin if child._process else None
     assert stdin is not None
     stdin.close()  # as the kernel does for a doctor that was killed
+    assert child._process is not None
     assert child._process.wait(60) == 0
     child.kill()

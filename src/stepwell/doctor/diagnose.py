@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ def diagnose(
             why="a store refuses to open with it; the tiers are not checked",
             remedy="stepwell config show  # until it prints every value; docs/configuration.md has them all",
         )
-    yield from check_machine(settings, Path(root))
+    yield from _guarded("machine", check_machine(settings, Path(root)))
     if settings is None:
         return
     unfit: dict[str, str] = {}
@@ -73,7 +73,20 @@ def diagnose(
                 unfit[tier] = finding.remedy
             yield finding
     if with_round:
-        yield from check_round(settings, unfit=unfit)
+        yield from _guarded("round", check_round(settings, unfit=unfit))
+
+
+def _guarded(subject: str, checks: Iterator[Finding]) -> Iterator[Finding]:
+    """Turn what the checks themselves run into, on a machine unlike all others, into a finding."""
+    try:
+        yield from checks
+    except (OSError, StepwellError) as error:
+        yield fail(
+            subject,
+            f"cannot be checked: {error}",
+            why="what the doctor cannot look at, a store cannot either",
+            remedy="ls -l /proc/meminfo /proc/self/mountinfo /proc/self/cgroup  # all three must be readable",
+        )
 
 
 def _settle(sources: Sources, *, is_example: bool) -> Settings:

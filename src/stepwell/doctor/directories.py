@@ -98,6 +98,14 @@ def _check_owner(tier: str, path: str, mount: Mount) -> Finding:
             why="volumes are made, written and removed there",
             remedy=f"mount -o remount,rw {mount.point}  # as root; or --set {tier}.path=DIR on another mount",
         )
+    for parent in reversed(Path(path).parents):
+        if parent.is_dir() and not os.access(parent, os.X_OK, effective_ids=True):
+            return fail(
+                subject,
+                f"user {user} may not enter {parent} (mode {stat.S_IMODE(parent.stat().st_mode):04o}), above {path}",
+                why="what is in it is not there for this user",
+                remedy=f"chmod a+x {parent}  # as its owner; or --set {tier}.path=DIR elsewhere",
+            )
     if not os.path.lexists(path):
         return _check_missing(tier, path)
     status = _core.file_stat(path)

@@ -50,7 +50,12 @@ def check_round(settings: Settings, *, unfit: Mapping[str, str]) -> Iterator[Fin
         if given is None:
             continue
         if tier in unfit:
-            yield fail(f"{tier} round", "not tried", why=WHY, remedy=f"{unfit[tier]}  # then run this again")
+            yield fail(
+                f"{tier} round",
+                "not tried",
+                why=WHY,
+                remedy=f"{unfit[tier].partition('#')[0].strip()}  # then run this again",
+            )
         else:
             tiers[tier] = given
     if config.host is not None:
@@ -199,17 +204,31 @@ class _Child:
     """One process of the round. It ends when this object is dropped, or when its standard input does."""
 
     def __init__(self, act: str, spec: Spec) -> None:
-        self._process = subprocess.Popen(
-            # -P: nothing is imported from the working directory. A session of its own: Ctrl-C is for the doctor.
-            [sys.executable, "-P", "-m", "stepwell.doctor.worker", act, msgspec.json.encode(spec).decode()],
+        self._refused = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = self._start(act, spec)
+        except OSError as error:
+            self._refused = f"{sys.executable or 'this interpreter'} cannot be started: {error.strerror}"
+
+    @staticmethod
+    def _start(act: str, spec: Spec) -> subprocess.Popen[bytes]:
+        # An engine may be running on the device: take what is needed of its memory, not most of it.
+        modest = ["env", "XLA_PYTHON_CLIENT_PREALLOCATE=false"] if act == "device" else []
+        # -P: nothing is imported from the working directory.
+        python = [sys.executable, "-P", "-m", "stepwell.doctor.worker"]
+        return subprocess.Popen(
+            [*modest, *python, act, msgspec.json.encode(spec).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the doctor
         )
 
     def line(self) -> dict[str, Any]:
         """Return what it says, or an error: it ends without a word, or says nothing for too long."""
+        if self._process is None:
+            return {"error": self._refused}
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         text, noise = b"", b""
@@ -245,6 +264,8 @@ class _Child:
 
     def kill(self) -> int:
         """Kill it, if it has not ended; return how it ended."""
+        if self._process is None:
+            return 0
         self._process.kill()
         status = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
