@@ -16,6 +16,7 @@ import pytest
 
 from stepwell.doctor.diagnose import diagnose
 from stepwell.doctor.findings import Finding
+from stepwell.doctor.machine import Needs, check_packages
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts, owners and hard limits take root")
@@ -86,7 +87,8 @@ def follow(finding: Finding) -> None:
 
 @contextmanager
 def as_user(uid: int) -> Iterator[None]:
-    """Be somebody else for a while."""
+    """Be somebody else for a while, who may not read this interpreter's library: what checks import comes before."""
+    list(check_packages(Needs()))
     os.seteuid(uid)
     try:
         yield

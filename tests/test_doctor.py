@@ -553,6 +553,26 @@ def test_a_disk_tier_in_memory_fails(memory: Path) -> None:
         assert look([*asked, *settings_of(found)])["disk file system"].verdict == "ok"
 
 
+@pytest.mark.parametrize("kind", ["shared", "disk"])
+def test_a_store_opens_on_the_wrong_medium_and_says_so(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    import stepwell as sw
+    from store_kit import GEOMETRY
+
+    if Mount.of(str(tmp_path), Path("/")).kind == "tmpfs":
+        pytest.skip("temporary files are on a tmpfs here")
+    for place, is_wrong in ((memory, kind == "disk"), (tmp_path, kind == "shared")):
+        caplog.clear()
+        path = str(place / kind)
+        shared = sw.SharedTier("1MiB", path) if kind == "shared" else None
+        disk = sw.DiskTier("1MiB", path) if kind == "disk" else None
+        sw.PageStore(sw.StoreConfig(geometry=GEOMETRY, shared=shared, disk=disk)).close()
+        said = [record.getMessage() for record in caplog.records if f"{kind} tier: {path} is on" in record.getMessage()]
+        assert bool(said) == is_wrong
+        assert all(f"Set {kind}.path" in message for message in said)
+
+
 @needs_root
 def test_the_layer_of_a_container_is_warned_of(tmp_path: Path) -> None:
     for name in ("lower", "upper", "work"):
