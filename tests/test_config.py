@@ -383,6 +383,7 @@ def test_a_list_given_as_text_is_read_as_toml(write: Callable[[str], str]) -> No
             [],
             r"^some\.toml:23: shared\.capacitty names no setting; did you mean shared\.capacity\?",
         ),
+        ("[disk]\ncapacity = 9\n[disk.more]\nx = 1", {}, [], r"^some\.toml:25: disk\.more names no setting"),
         ("[dosk]", {}, [], r"^some\.toml:23: dosk names no setting; did you mean disk\?"),
         ("pages = 3", {}, [], r"shared\.pages names no setting; did you mean device\.pages\?"),
         (

@@ -18,7 +18,9 @@ from doctor_kit import clean_environment, line_of, look, mounted, needs_root, ru
 from stepwell.doctor import round as doctor_round
 from stepwell.doctor.round import METADATA_BYTES, PAGES, _Child
 from stepwell.doctor.scratch import LOCK, PREFIX, parent_of, scratch_beside, sweep
-from stepwell.doctor.worker import Spec, contents
+from stepwell.doctor.worker import ActFailedError, Spec, config_of, contents, load_and_compare, save_all
+from stepwell.index import Tier
+from stepwell.store import PageStore
 from store_kit import Directories, Rig, chain
 
 MIB = 1 << 20
@@ -159,6 +161,16 @@ def test_bytes_that_are_not_those_written_are_found(directories: Directories, sp
     file.write_bytes(content)
     told = _Child("read", spec).result()
     assert re.fullmatch(r"1 of [48] pages could not be read", told["error"]), told
+
+
+def test_bytes_that_no_checksum_refuses_are_compared_too(spec: Spec) -> None:
+    rows = contents(PAGES, PAGE_BYTES)
+    with PageStore(config_of(spec)) as store:
+        save_all(store, rows)
+        load_and_compare(store, Tier.SHARED, rows)
+        rows[-1, -1] ^= 1
+        with pytest.raises(ActFailedError, match="the bytes read are not the bytes written"):
+            load_and_compare(store, Tier.SHARED, rows)
 
 
 def test_pages_that_are_gone_are_told(directories: Directories, spec: Spec) -> None:
