@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     """Print each finding as it comes."""
     from stepwell import diagnose
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # so that what was made is removed
+    # Told to end, it removes what it made, as for Ctrl-C.
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     findings = []
     try:
         checks = diagnose(
@@ -61,6 +61,9 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stepwell doctor: interrupted", file=sys.stderr)
         return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("ok", "warn", "fail")}
     if options.json:
         rows = [
