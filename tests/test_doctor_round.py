@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from doctor_kit import clean_environment, line_of, look, mounted, needs_root, run_doctor
+from doctor_kit import clean_environment, follow, line_of, look, mounted, needs_root, run_doctor
 from stepwell.doctor import round as doctor_round
 from stepwell.doctor.round import METADATA_BYTES, PAGES, _Child
 from stepwell.doctor.scratch import LOCK, PREFIX, parent_of, scratch_beside, sweep
@@ -122,6 +122,29 @@ def test_a_file_system_with_little_room_gets_smaller_pages_and_one_without_is_to
         assert str(point) in listed.stdout
         (point / "other").unlink()
         assert round_of(arguments)["shared round"].verdict == "ok"
+
+
+@needs_root
+def test_where_not_even_a_directory_can_be_made_the_round_fails_until_it_can(tmp_path: Path) -> None:
+    with mounted(tmp_path / "m", "-t", "tmpfs", "-o", "size=64m,nr_inodes=1", "tmpfs") as point:
+        arguments = [f"shared.path={point}/s", "shared.capacity=32MiB"]
+        found = look(arguments, with_round=True)
+        assert found["shared round"].verdict == "fail"
+        assert "nothing can be made beside" in found["shared round"].found
+        assert line_of(found["shared round"]) == f"df -hi {point}"
+        follow(found["shared inodes"])
+        assert look(arguments, with_round=True)["shared round"].verdict == "ok"
+
+
+def test_a_writer_that_was_not_killed_is_told(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending(_Child):
+        def kill(self) -> int:
+            super().kill()
+            return 3
+
+    monkeypatch.setattr(doctor_round, "_Child", Ending)
+    found = round_of([f"shared.path={directories.shared}", "shared.capacity=64MiB"])
+    assert found["shared round"].found == "the writer ended by itself, with 3"
 
 
 def test_a_directory_that_must_be_mended_first_is_not_tried(directories: Directories) -> None:

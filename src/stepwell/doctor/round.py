@@ -121,7 +121,8 @@ def _volume_round(settings: Settings, tiers: Mapping[str, SharedTier | DiskTier]
                     f"{tier} round",
                     f"nothing can be made beside {path}: {error}",
                     why=WHY,
-                    remedy=f"ls -ld {os.path.dirname(path)} {path}  # one of them must be writable for this user",
+                    remedy=f"df -hi {os.path.dirname(path)}  # room and free inodes; and {path} or what is above it "
+                    "must be writable for this user",
                 )
                 return
         page_bytes = min(settings.config.geometry.page_bytes, MOST_PAGE_BYTES)
