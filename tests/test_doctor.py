@@ -505,12 +505,12 @@ def test_a_read_only_mount_fails_until_it_is_remounted(tmp_path: Path) -> None:
 
 
 def test_a_network_file_system_fails(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepwell.tiers import directory
+    from stepwell.tiers import entry
 
     (tmp_path / "d").mkdir(mode=0o700)
-    core = SimpleNamespace(**{name: getattr(directory._core, name) for name in dir(directory._core)})
+    core = SimpleNamespace(**{name: getattr(entry._core, name) for name in dir(entry._core)})
     core.file_statfs = lambda _: SimpleNamespace(is_network=True, type=0x6969, total_bytes=TIB, free_bytes=TIB)
-    monkeypatch.setattr(directory, "_core", core)
+    monkeypatch.setattr(entry, "_core", core)
     monkeypatch.setattr(directory_checks, "_core", core)
     found = look([f"disk.path={tmp_path}/d", "disk.capacity=1GiB"])["disk directory"]
     assert found.verdict == "fail"
