@@ -21,15 +21,11 @@ from stepwell.config import (
     SharedTier,
     StoreConfig,
     floor_bytes,
-    from_env,
-    from_mapping,
-    load_settings,
     parse_size,
-    setting_names,
-    variable_name,
     volume_bytes,
 )
 from stepwell.errors import BudgetError, GeometryError, StepwellUsageError
+from stepwell.settings import from_mapping, load_settings, setting_names, variable_name
 from store_kit import GEOMETRY
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -207,10 +203,13 @@ def test_a_geometry_that_is_none_is_refused() -> None:
 # The environment
 
 
-def test_the_environment_overrides_values_and_leaves_them_alone() -> None:
-    values = {"geometry": GEOMETRY_VALUES, "shared": {"capacity": "1GiB"}}
-    config = from_env(
-        values,
+def from_variables(environ: dict[str, str]) -> StoreConfig:
+    """Read a configuration of which the geometry is given and all else comes from the environment."""
+    return load_settings(environ=environ, arguments={"geometry": GEOMETRY_VALUES}).config
+
+
+def test_every_kind_of_setting_can_come_from_the_environment() -> None:
+    config = from_variables(
         {
             "STEPWELL_SHARED_CAPACITY": "8GiB",
             "STEPWELL_SHARED_PATH": "/dev/shm/y",
@@ -221,38 +220,31 @@ def test_the_environment_overrides_values_and_leaves_them_alone() -> None:
             "STEPWELL_DISK_DIRECT_IO": "false",
             "STEPWELL_LOW_WATERMARK": "0.01",
             "STEPWELL_EPOCH": "7",
-            "STEPWELL_GEOMETRY_REVISION": "r2",
+            "STEPWELL_GEOMETRY_STREAMS": "1",
             "OTHER": "x",
         },
     )
     assert config.shared == SharedTier("8GiB", "/dev/shm/y")
     assert config.disk == DiskTier("9GiB", "/y", direct_io=False)
     assert (config.host_bytes(), config.copy_threads, config.low_watermark) == (2 * MIB, 3, 0.01)
-    assert config.geometry.revision == "r2"
+    assert config.geometry.streams == 1
     assert str(config.epoch) == "7"
-    assert values == {"geometry": GEOMETRY_VALUES, "shared": {"capacity": "1GiB"}}
 
 
 def test_a_variable_that_names_nothing_is_refused_and_the_nearest_is_told() -> None:
     with pytest.raises(StepwellUsageError, match=r"STEPWELL_SHARED_CAPACITI.*did you mean STEPWELL_SHARED_CAPACITY"):
-        from_env({"geometry": GEOMETRY_VALUES}, {"STEPWELL_SHARED_CAPACITI": "8GiB"})
+        from_variables({"STEPWELL_SHARED_CAPACITI": "8GiB"})
 
 
 def test_host_as_a_size_is_its_capacity_whichever_source_says_so() -> None:
-    config = from_env({"geometry": GEOMETRY_VALUES, "host": "1MiB"}, {"STEPWELL_HOST_CAPACITY": "2MiB"})
-    assert config.host_bytes() == 2 * MIB
-    assert from_env({"geometry": GEOMETRY_VALUES}, {"STEPWELL_HOST": "3MiB"}).host_bytes() == 3 * MIB
-
-
-def test_from_env_does_not_leave_a_file_unread_in_silence() -> None:
-    with pytest.raises(StepwellUsageError, match="STEPWELL_CONFIG='x.toml'.*load_settings"):
-        from_env({"geometry": GEOMETRY_VALUES, "host": 1}, {"STEPWELL_CONFIG": "x.toml"})
+    assert from_variables({"STEPWELL_HOST_CAPACITY": "2MiB"}).host_bytes() == 2 * MIB
+    assert from_variables({"STEPWELL_HOST": "3MiB"}).host_bytes() == 3 * MIB
 
 
 def test_an_epoch_from_the_environment_is_the_epoch_that_an_argument_gives() -> None:
     from stepwell.hashing import epoch_number
 
-    config = from_env({"geometry": GEOMETRY_VALUES, "host": "1MiB"}, {"STEPWELL_EPOCH": "7"})
+    config = from_variables({"STEPWELL_HOST": "1MiB", "STEPWELL_EPOCH": "7"})
     assert epoch_number(config.epoch) == epoch_number(7)
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from device_kit import BY_LAYER, PER_LAYER, STACKED
 from sequence_kit import GEOMETRY, PAGE_TOKENS, MakeEngine, StampEngine, Tokens, Values, evict_all, prompt
-from stepwell.config import DeviceTier, StoreConfig, from_mapping
+from stepwell.config import DeviceTier, StoreConfig
 from stepwell.errors import GeometryError
 from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
+from stepwell.settings import from_mapping
 from store_kit import Directories
 
 UNEVEN = PageGeometry(

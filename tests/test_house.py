@@ -27,7 +27,7 @@ PACKAGE = ROOT / "src" / "stepwell"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock"),
     ("geometry", "arrangement"),
-    ("config", "hashing", "pool"),
+    ("config", "settings", "hashing", "pool"),
     (
         "index",
         "tiers",
@@ -74,7 +74,7 @@ PUBLIC_MODULES = ("errors", "inspection", "removal", "verification")  # part of 
 APPLICATIONS = ("cli", "demo", "adapters")  # the top layer: they use the public face
 JAX_MODULE = "tiers.device"
 LMDB_MODULE = "tiers.lmdb_index"
-ENVIRONMENT_MODULE = "config"
+ENVIRONMENT_MODULE = "settings"
 NEGATIVE_CONTROL = ("demo.serve", "testing.hooks")  # the one import of testing: the demo breaks itself on purpose
 HEAVY = ("cachetools", "jax", "lmdb", "msgspec", "numpy", "rich", "sglang", "stepwell._core", "torch", "vllm")
 
@@ -174,7 +174,7 @@ def importers(sources: list[Source], library: str) -> set[str]:
 def environment_offences(sources: list[Source]) -> list[str]:
     names = {"environ", "environb", "getenv", "getenvb", "putenv"}
     return [
-        source.at(node, "only config.from_env reads the environment")
+        source.at(node, "only settings.load_settings reads the environment")
         for source in sources
         if source.module != ENVIRONMENT_MODULE
         for node in ast.walk(source.tree)
@@ -283,7 +283,7 @@ def test_hypothesis_is_imported_only_by_testing() -> None:
     assert all(is_within(module, ("testing",)) for module in importers(SOURCES, "hypothesis"))
 
 
-def test_config_is_the_only_reader_of_the_environment() -> None:
+def test_settings_is_the_only_reader_of_the_environment() -> None:
     assert not environment_offences(SOURCES)
     assert environment_offences([Source.of("store", "import os\nos.environ.get('STEPWELL_HOST')")])
     assert environment_offences([Source.of("store", "from os import getenv")])
@@ -402,7 +402,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_a_store_without_a_device_tier_loads_no_jax() -> None:
-    assert "jax" not in loaded_after("import stepwell\nstepwell.PageStore, stepwell.StoreConfig, stepwell.from_env")
+    assert "jax" not in loaded_after("import stepwell\nstepwell.PageStore, stepwell.load_settings")
     assert "jax" in loaded_after("import stepwell\nstepwell.Sequence")
 
 

@@ -24,13 +24,8 @@ if TYPE_CHECKING:
         DeviceTier,
         DiskTier,
         HostTier,
-        Origin,
-        Settings,
         SharedTier,
         StoreConfig,
-        from_env,
-        from_mapping,
-        load_settings,
     )
     from stepwell.doctor.diagnose import diagnose
     from stepwell.doctor.findings import Finding
@@ -43,6 +38,7 @@ if TYPE_CHECKING:
     from stepwell.mover import Full, Inbox, SaveOutcome, SaveResult, Transfer
     from stepwell.pool import LentPool, PoolPointers, PoolSlice
     from stepwell.sequence import Extended, Sequence
+    from stepwell.settings import Origin, Settings, from_mapping, load_settings
     from stepwell.stats import Stats, TierStats
     from stepwell.store import PageStore, Probe, VerifyResult
 
@@ -82,7 +78,6 @@ __all__ = [
     "diagnose",
     "effective_values",
     "errors",
-    "from_env",
     "from_mapping",
     "inspection",
     "load_settings",
@@ -91,10 +86,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": (
-        "DeviceTier", "DiskTier", "HostTier", "Origin", "Settings", "SharedTier", "StoreConfig",
-        "from_env", "from_mapping", "load_settings",
-    ),
+    "config": ("DeviceTier", "DiskTier", "HostTier", "SharedTier", "StoreConfig"),
     "doctor.diagnose": ("diagnose",),
     "doctor.findings": ("Finding",),
     "effective": ("EffectiveValue", "effective_values"),
@@ -106,6 +98,7 @@ _HOMES = {
     "mover": ("Full", "Inbox", "SaveOutcome", "SaveResult", "Transfer"),
     "pool": ("LentPool", "PoolPointers", "PoolSlice"),
     "sequence": ("Extended", "Sequence"),
+    "settings": ("Origin", "Settings", "from_mapping", "load_settings"),
     "stats": ("Stats", "TierStats"),
     "store": ("PageStore", "Probe", "VerifyResult"),
 }

@@ -8,19 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stepwell import _core
-from stepwell.config import (
-    DiskTier,
-    Origin,
-    Settings,
-    SharedTier,
-    Sources,
-    floor_bytes,
-    gather,
-    parse_size,
-    volume_bytes,
-)
+from stepwell.config import DiskTier, SharedTier, floor_bytes, parse_size, volume_bytes
 from stepwell.errors import BudgetError
 from stepwell.geometry import PageGeometry
+from stepwell.settings import Origin, Settings, Sources, gather
 from stepwell.tiers.directory import CoreHeaders
 
 EXAMPLE_GEOMETRY: Final = PageGeometry(

@@ -236,21 +236,15 @@ def run_gc(options: argparse.Namespace) -> int:
 
 def read_geometries(files: list[str]) -> list[PageGeometry] | None:
     """Read the geometries of configuration files; None where one cannot be had, which is said."""
-    import tomllib
+    from stepwell import StepwellUsageError, load_settings
 
-    from stepwell import StepwellUsageError, from_mapping
-
+    # Only the geometry matters here: the tiers of that file need not be this machine's. One is needed.
+    geometry_alone = {"device": None, "shared": None, "disk": None, "host": "1TiB"}
     geometries = []
     for file in files:
         try:
-            with open(file, "rb") as text:
-                values = tomllib.load(text)
-            # Only the geometry matters here: the tiers of that file need not be this machine's. One is needed.
-            geometries.append(from_mapping({"geometry": values.get("geometry", {}), "host": "1GiB"}).geometry)
-        except OSError as error:
-            print(f"--config {file}: {error.strerror}", file=sys.stderr)
-            return None
-        except (StepwellUsageError, tomllib.TOMLDecodeError) as error:
+            geometries.append(load_settings(file, environ={}, arguments=geometry_alone).config.geometry)
+        except StepwellUsageError as error:
             print(f"--config {file}: {error}", file=sys.stderr)
             return None
     return geometries

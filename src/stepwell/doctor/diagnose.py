@@ -7,13 +7,13 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stepwell.config import Origin, Settings, Sources, gather
 from stepwell.doctor.directories import check_directory
 from stepwell.doctor.findings import Finding, fail, ok, warn
 from stepwell.doctor.machine import check_machine
 from stepwell.doctor.round import check_round
 from stepwell.effective import EXAMPLE, has_geometry, settle_with_example, show_size
 from stepwell.errors import StepwellError, StepwellUsageError
+from stepwell.settings import Origin, Settings, Sources, gather
 
 EXAMPLE_CAPACITY: Final = {"shared": "256MiB", "disk": "1GiB"}
 _TIERS: Final = ("device", "host", "shared", "disk")

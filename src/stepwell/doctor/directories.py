@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from stepwell import _core
-from stepwell.config import DiskTier, Settings, SharedTier, parse_size
+from stepwell.config import DiskTier, SharedTier, parse_size
 from stepwell.doctor.findings import Finding, fail, ok, size_setting, warn
 from stepwell.doctor.machine import CAP_SYS_ADMIN, check_logout, has_capability, taken_bytes
 from stepwell.doctor.scratch import may_write, nearest_existing, parent_of, scratch_beside
 from stepwell.effective import show_size, tier_capacity
+from stepwell.settings import Settings
 from stepwell.tiers.entry import directory_offence
 from stepwell.tiers.limits import DiskLimits, Limits, MemoryLimits, unescape
 

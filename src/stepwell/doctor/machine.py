@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from stepwell import _core
-from stepwell.config import DiskTier, Settings, SharedTier, parse_size
+from stepwell.config import DiskTier, SharedTier, parse_size
 from stepwell.doctor.findings import Finding, fail, ok, size_setting, warn
 from stepwell.effective import show_size, tier_capacity
+from stepwell.settings import Settings
 from stepwell.tiers.limits import MEMORY_MARGIN_BYTES, CgroupLimit, MemoryLimits
 from stepwell.tiers.volume_files import list_directory
 

@@ -20,13 +20,14 @@ from typing import Any, Final
 
 import msgspec
 
-from stepwell.config import DiskTier, Settings, SharedTier
+from stepwell.config import DiskTier, SharedTier
 from stepwell.doctor.findings import Finding, fail, ok, warn
 from stepwell.doctor.machine import version_of
 from stepwell.doctor.scratch import scratch_beside
 from stepwell.doctor.worker import SPARE_PAGES, Spec
 from stepwell.effective import show_size
 from stepwell.errors import StepwellError
+from stepwell.settings import Settings
 from stepwell.tiers.limits import DiskLimits, Limits, MemoryLimits
 
 PAGES: Final = 8
