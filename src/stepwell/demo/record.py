@@ -2,7 +2,9 @@
 
 For every position that was computed: a digest of its logits. From the first generated token of a conversation on: the
 logits too, since the KV of such a token may have been made by a decode in one run and by a prefill in the other; then
-the distance is what counts.
+the distance is what counts. Of a large vocabulary (49,152 for SmolLM2: 192 KiB a position) every n-th logit is kept, at
+least KEPT_LOGITS: a row is the unembedding times a vector of the model's width (576), so that more of its logits than
+that are as telling as all.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
 
+KEPT_LOGITS = 1024
+
 
 @dataclass(slots=True)
 class Served:
     """One request: its prompt and answer, and per computed position a digest and maybe the logits.
 
     exact_until: first position whose token a decode produced, in this request or an earlier turn; before it every run
-    must agree to the last bit.
+    must agree to the last bit. likeliest: what greedy decoding would have answered, whatever was answered.
     """
 
     exact_until: int = 0
     digests: dict[int, bytes] = field(default_factory=dict)
     logits: dict[int, Logits] = field(default_factory=dict)
+    likeliest: list[int] = field(default_factory=list)
     prompt: Tokens | None = None
     answer: Tokens | None = None
 
@@ -81,11 +86,11 @@ class Record:
             position = first + offset
             served.digests[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
             if position >= served.exact_until - 1:  # the last exact position chooses the first generated token
-                served.logits[position] = row.copy()
+                served.logits[position] = row[:: max(1, row.size // KEPT_LOGITS)].copy()
 
-    def greedy(self, request: int, position: int) -> int:
-        """Return the likeliest token after a position."""
-        return int(self.served[request].logits[position].argmax())
+    def note_likeliest(self, request: int, token: int) -> None:
+        """Note the next token of an answer that greedy decoding chooses."""
+        self.served[request].likeliest.append(token)
 
     def finish(self, request: int, *, prompt: Tokens, answer: Tokens) -> None:
         """Note the tokens of a finished request."""
@@ -102,6 +107,10 @@ class Record:
             raise KeyError(f"request {request} was not finished")
         return answer
 
+    def answered_tokens(self) -> int:
+        """Return how many tokens all answers have."""
+        return sum(served.answer.size for served in self.served.values() if served.answer is not None)
+
     def finished(self) -> list[int]:
         """Return the ids of finished requests."""
         return [request for request, served in self.served.items() if served.answer is not None]
@@ -116,6 +125,7 @@ class Record:
             kept = sorted(served.logits)
             arrays[f"{request}.prompt"] = served.prompt
             arrays[f"{request}.answer"] = served.answer
+            arrays[f"{request}.likeliest"] = np.array(served.likeliest, dtype=np.int32)
             arrays[f"{request}.exact"] = np.array([served.exact_until], dtype=np.int64)
             arrays[f"{request}.positions"] = np.array(positions, dtype=np.int64)
             arrays[f"{request}.digests"] = np.frombuffer(
@@ -142,6 +152,7 @@ class Record:
                     exact_until=int(arrays[f"{request}.exact"][0]),
                     digests={int(p): d.tobytes() for p, d in zip(positions, digests, strict=True)},
                     logits={int(p): row for p, row in zip(kept, logits, strict=True)},
+                    likeliest=arrays[f"{request}.likeliest"].tolist(),
                     prompt=arrays[f"{request}.prompt"],
                     answer=arrays[f"{request}.answer"],
                 )

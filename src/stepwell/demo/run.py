@@ -13,19 +13,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from stepwell.demo.models import Conversations, find_model, read_conversations
 from stepwell.demo.record import Comparison, Record, compare
-from stepwell.demo.scenario import Scenario, Sizes, Summary, requests_of
+from stepwell.demo.scenario import Scenario, Served, Sizes, Summary, requests_of
 from stepwell.demo.transformer import ModelConfig
+from stepwell.demo.workload import Request, longest_conversation, save_requests
+
+if TYPE_CHECKING:
+    from stepwell.demo.talk import Talk
 
 TOLERANCE = 1e-3
 """Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a
@@ -40,10 +46,12 @@ WARM_REQUESTS = 24
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line asked for."""
+    """What the command line asked for. model: "auto", "smollm2", "random", or the path of a GGUF file."""
 
     quick: bool = False
     as_json: bool = False
+    model: str = "auto"
+    prompts: str | None = None
     trace: str | None = None
     requests: int | None = None
     seed: int = 0
@@ -60,16 +68,41 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     close: int = 0
 
 
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """When something happened: seconds since the demo began.
+
+    what: "started" (a process), "serving" (its times count from here), "served", "killed", "ended", "removed" (the
+    shared memory).
+    """
+
+    at: float
+    act: str
+    what: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation, as the act "served" answered it. turn: from 1."""
+
+    request: int
+    user: str
+    turn: int
+    said: str
+    answer: str
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a demo."""
+    """The result of a demo. answers: of a model with a vocabulary."""
 
     ok: bool
     seconds: float
+    model: str
     requests: int
     trace: str | None
     notes: list[str]
     checks: list[Check]
     runs: dict[str, Summary]
+    answers: list[Answer]
+    moments: list[Moment]
 
 
 class ActError(Exception):
@@ -82,14 +115,21 @@ class Acts:
     Invariant: every process started is waited for before this object's context ends.
     """
 
-    def __init__(self, base: Scenario, progress: Progress) -> None:
+    def __init__(self, base: Scenario, progress: Progress, talk: Talk | None, *, began: float) -> None:
         self._base = base
         self._progress = progress
+        self._talk = talk
+        self._began = began
+        self.moments: list[Moment] = []
+
+    def note(self, act: str, what: str) -> None:
+        """Note that something happens now."""
+        self.moments.append(Moment(at=time.perf_counter() - self._began, act=act, what=what))
 
     def run(self, name: str, title: str, **changes: object) -> Summary:
         """Run one act to its end."""
         scenario = self.scenario(name, **changes)
-        with self._process(scenario, title) as lines:
+        with self._process(name, scenario, title) as lines:
             for message in lines:
                 if "summary" in message:
                     return msgspec.convert(message["summary"], Summary)
@@ -100,11 +140,11 @@ class Acts:
         scenario = self.scenario(name, serve_on=True, **changes)
         summary: Summary | None = None
         left = KILL_AFTER
-        with self._process(scenario, title, expect_kill=True) as lines:
+        with self._process(name, scenario, title, expect_kill=True) as lines:
             for message in lines:
                 if "summary" in message:
                     summary = msgspec.convert(message["summary"], Summary)
-                elif summary is not None and "finished" in message:
+                elif summary is not None and "served_on" in message:
                     left -= 1
                     if left == 0:
                         return summary
@@ -117,11 +157,12 @@ class Acts:
 
     @contextmanager
     def _process(
-        self, scenario: Scenario, title: str, *, expect_kill: bool = False
+        self, name: str, scenario: Scenario, title: str, *, expect_kill: bool = False
     ) -> Iterator[Iterator[dict[str, object]]]:
-        task = self._progress.add_task(title, total=scenario.requests)
-        if not self._progress.console.is_terminal:
-            self._progress.console.print(f"{title} ...", highlight=False)
+        task = self._progress.add_task(title, total=scenario.requests, said="")
+        if self._talk is not None or not self._progress.console.is_terminal:
+            self._progress.console.print(f"{title} ...", highlight=False, style="bold")
+        self.note(name, "started")
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 [
@@ -142,20 +183,21 @@ class Acts:
                 assert process.stdout is not None
                 for line in process.stdout:
                     message = msgspec.json.decode(line, type=dict[str, object])
-                    if "finished" in message:
-                        self._progress.advance(task)
+                    self._hear(name, task, message)
                     yield message
 
             try:
                 yield lines()
                 if expect_kill:
                     process.kill()
+                    self.note(name, "killed")
             except BaseException:
                 process.kill()
                 raise
             finally:
                 code = process.wait()
                 process.stdout.close()
+                self.note(name, "ended")
             errors.seek(0)
             said = errors.read()[-4000:]
             if expect_kill and code != -signal.SIGKILL:
@@ -163,13 +205,38 @@ class Acts:
             if not expect_kill and code != 0:
                 raise ActError(f"{title}: exit code {code}\n{said}")
 
+    def _hear(self, name: str, task: TaskID, message: dict[str, object]) -> None:
+        """Take what a process says on to who shows it."""
+        if "ready" in message:
+            self.note(name, "serving")
+        elif "summary" in message:
+            self.note(name, "served")
+        elif "token" in message and self._talk is not None:
+            self._talk.token(task, msgspec.convert(message["of"], int), msgspec.convert(message["token"], int))
+        elif "served" in message:
+            self._progress.advance(task)
+            if self._talk is not None:
+                served = msgspec.convert(message["served"], Served)
+                self._talk.served(task, served, msgspec.convert(message["answer"], list[int]))
+                if name == "recompute":
+                    self._talk.recomputed[served.request] = served.first_token
+
 
 def run_demo(options: DemoOptions) -> int:
-    """Run all acts, print the result; return 0 only if every check holds."""
+    """Run all acts, print the result; return 0 only if every check holds.
+
+    Raises, before anything is started: ModelError, GgufError, PromptsError, OSError for what cannot be read.
+    """
     console = Console(stderr=options.as_json)
     if not console.is_terminal:
         console = Console(stderr=options.as_json, width=120)
     started = time.perf_counter()
+    path, why = find_model(options.model if options.trace is None else "random")
+    told = (
+        None
+        if path is None
+        else read_conversations(path, prompts=options.prompts, seed=options.seed, quick=options.quick)
+    )
     with ExitStack() as stack:
         # Ended from outside, the demo takes its serving process and its shared memory with it.
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -178,22 +245,34 @@ def run_demo(options: DemoOptions) -> int:
         disk = Path(options.directory) if options.directory else work / "disk"
         shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         stack.callback(shutil.rmtree, shared, ignore_errors=True)
-        base = _base(options, shared=shared / "tier", disk=disk, work=work)
+        base = _base(options, told, shared=shared / "tier", disk=disk, work=work)
+        notes = _notes(base, why)
+        for note in notes:
+            console.print(f"  {note}", style="dim", highlight=False)
         progress = stack.enter_context(_progress(console))
+        acts = Acts(base, progress, _talk(console, progress, told), began=started)
         try:
-            checks, runs = _play(Acts(base, progress), base)
+            if told is not None:
+                from stepwell.demo.gguf_model import unpack_weights
+
+                unpack_weights(told.file, told.config, work / "weights")
+            checks, runs = _play(acts, base)
         except ActError as failure:
             progress.stop()
             console.print(f"[bold red]failed:[/] {failure}", markup=True)
             return 1
+        answers = [] if told is None else _answers(told, Record.load(work / "served.npz"))
     report = Report(
         ok=all(check.holds for check in checks),
         seconds=time.perf_counter() - started,
+        model=base.config.name,
         requests=base.requests,
         trace=options.trace,
-        notes=_notes(base),
+        notes=notes,
         checks=checks,
         runs=runs,
+        answers=answers,
+        moments=acts.moments,
     )
     if options.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
@@ -202,7 +281,7 @@ def run_demo(options: DemoOptions) -> int:
     return 0 if report.ok else 1
 
 
-def _base(options: DemoOptions, *, shared: Path, disk: Path, work: Path) -> Scenario:
+def _base(options: DemoOptions, told: Conversations | None, *, shared: Path, disk: Path, work: Path) -> Scenario:
     turns = 4
     users = 15 if options.quick else 40
     count = options.requests or (users * turns if options.trace is None else (60 if options.quick else 200))
@@ -210,18 +289,32 @@ def _base(options: DemoOptions, *, shared: Path, disk: Path, work: Path) -> Scen
         users = -(-count // turns)
     cache = Path.home() / ".cache" / "stepwell" / "demo-jax"
     cache.mkdir(parents=True, exist_ok=True)
-    return Scenario(
+    base = Scenario(
         mode="tiers",
         seed=options.seed,
         requests=count,
         users=users,
         turns=turns,
         trace=options.trace,
+        config=ModelConfig(seed=options.seed),
         sizes=_sizes(options),
         shared_path=str(shared),
         disk_path=str(disk),
         compilation_cache=str(cache),
         record=str(work / "record.npz"),
+    )
+    if told is None:
+        return base
+    requests = told.requests[: options.requests]
+    save_requests(requests, work / "texts.json")
+    return msgspec.structs.replace(
+        base,
+        requests=len(requests),
+        users=len({request.conversation for request in requests}),
+        config=told.config,
+        sizes=_sizes_of_texts(requests, told.config, shared_room=shutil.disk_usage(shared.parent).free),
+        weights=str(work / "weights"),
+        texts=str(work / "texts.json"),
     )
 
 
@@ -234,6 +327,43 @@ def _sizes(options: DemoOptions) -> Sizes:
     return Sizes()
 
 
+def _sizes_of_texts(requests: Sequence[Request], config: ModelConfig, *, shared_room: int) -> Sizes:
+    """Size the tiers to the pages of all conversations, shared prompts counted once, so that pages travel.
+
+    The device holds two of them; shared memory all of them, and what else is served until the kill, where it has room
+    (shared_room: free bytes; a container may have 64 MB, SmolLM2's pages are 720 KiB).
+    """
+    begun: set[bytes] = set()
+    reached: dict[int, int] = {}
+    for request in requests:
+        if request.follows is None:
+            whole = request.tokens.size // config.page_tokens
+            begun |= {request.tokens[: (n + 1) * config.page_tokens].tobytes() for n in range(whole)}
+            reached[request.conversation] = -whole * config.page_tokens
+        reached[request.conversation] += request.tokens.size + request.output_tokens
+    pages = len(begun) + sum(-(-tokens // config.page_tokens) for tokens in reached.values())
+    longest = -(-longest_conversation(requests) // config.page_tokens)
+    page_bytes = config.geometry().page_bytes
+    shared_volume = min(-(-(pages * 3 // 2) // 6) * page_bytes, shared_room * 3 // 4 // 6)
+    return Sizes(
+        device_pages=2 * longest + 4,
+        host_pages=max(pages // 6, 8),
+        shared_bytes=6 * shared_volume,
+        shared_volume_bytes=shared_volume,
+        disk_bytes=6 * pages * page_bytes,
+        disk_volume_bytes=pages * page_bytes,
+        batch=2,
+    )
+
+
+def _talk(console: Console, progress: Progress, told: Conversations | None) -> Talk | None:
+    if told is None:
+        return None
+    from stepwell.demo.talk import Talk
+
+    return Talk(console, progress, told.chat, told.spoken)
+
+
 def _play(acts: Acts, base: Scenario) -> tuple[list[Check], dict[str, Summary]]:
     """Run the acts in order and check each."""
     directory = Path(base.record).parent
@@ -241,29 +371,36 @@ def _play(acts: Acts, base: Scenario) -> tuple[list[Check], dict[str, Summary]]:
     def record(name: str) -> Record:
         return Record.load(directory / f"{name}.npz")
 
-    warm = min(WARM_REQUESTS, base.requests)
+    warm = min(WARM_REQUESTS if base.texts is None else base.users, base.requests)
     last = base.requests - warm
-    served = str(directory / "served.npz")
+    served, unbounded = str(directory / "served.npz"), str(directory / "unbounded.npz")
     runs = {"unbounded": acts.run("unbounded", "oracle 1: unbounded device pool", mode="unbounded")}
+    runs["recompute"] = acts.run("recompute", "oracle 2: no reuse at all", mode="recompute", replay=unbounded)
     runs["served"] = acts.run_and_kill("served", "serve through four tiers, then SIGKILL")
-    runs["recompute"] = acts.run("recompute", "oracle 2: no reuse at all", mode="recompute", replay=served)
-    again = {"first": last, "requests": warm, "replay": served}
+    # Text is answered anew: the same answers come back. Random weights may waver at a tie, so theirs are given again.
+    before = {"replay": served} if base.texts is None else {"history": served}
+    again = {"first": last, "requests": warm, **before}
     runs["shared"] = acts.run("shared", "after SIGKILL: warm from shared memory", **again)
     runs["swapped"] = acts.run(
         "swapped", "negative control: a page swapped behind the tiers", swap_staged_page=True, **again
     )
     shutil.rmtree(base.shared_path)
+    acts.note("disk", "removed")
     runs["disk"] = acts.run("disk", "shared memory removed: warm from disk", **again)
-    ours, unbounded, recompute = record("served"), record("unbounded"), record("recompute")
+    ours = record("served")
+    records = {name: record(name) for name in ("unbounded", "recompute", "shared", "swapped", "disk")}
     checks = [
-        _compared("oracle 1: every logit equal to an unbounded pool's, to the last bit", compare(ours, unbounded)),
+        _compared(
+            "oracle 1: every logit equal to an unbounded pool's, to the last bit", compare(ours, records["unbounded"])
+        ),
         _compared(
             f"oracle 2: equal to no reuse (generated prefixes within {TOLERANCE})",
-            compare(ours, recompute, tolerance=TOLERANCE),
+            compare(ours, records["recompute"], tolerance=TOLERANCE),
         ),
-        _compared("after SIGKILL: the same logits", compare(record("shared"), ours, tolerance=TOLERANCE)),
-        _compared("from disk alone: the same logits", compare(record("disk"), ours, tolerance=TOLERANCE)),
-        _negative(compare(record("swapped"), ours, tolerance=TOLERANCE), runs["swapped"]),
+        _compared("after SIGKILL: the same logits", compare(records["shared"], ours, tolerance=TOLERANCE)),
+        _compared("from disk alone: the same logits", compare(records["disk"], ours, tolerance=TOLERANCE)),
+        *([] if base.texts is None else [_same_answers(ours, records)]),
+        _negative(compare(records["swapped"], ours, tolerance=TOLERANCE), runs["swapped"]),
         _has_hits("every tier serves hits", [runs[name] for name in TIERED], ("device", "host", "shared", "disk")),
         _has_hits("after SIGKILL prefixes come from shared memory", [runs["shared"]], ("shared",)),
         _has_hits("without shared memory prefixes come from disk", [runs["disk"]], ("disk",)),
@@ -274,6 +411,37 @@ def _play(acts: Acts, base: Scenario) -> tuple[list[Check], dict[str, Summary]]:
         ),
     ]
     return checks, runs
+
+
+def _same_answers(ours: Record, records: dict[str, Record]) -> Check:
+    """Hold what greedy decoding chose, in every act but the negative control, against the answers that were served."""
+    compared, other = 0, []
+    for name in ("unbounded", "recompute", "shared", "disk"):
+        for request in records[name].finished():
+            chosen, answer = records[name].served[request].likeliest, ours.answer(request)
+            compared += 1
+            if chosen[: answer.size] != answer.tolist():
+                other.append(f"request {request} ({name})")
+    return Check(
+        name="the same answers in all acts",
+        holds=compared > 0 and not other,
+        detail=f"{compared} answers, {ours.answered_tokens()} tokens in the act that was killed"
+        + (f"; OTHERS: {', '.join(other)}" if other else ""),
+    )
+
+
+def _answers(told: Conversations, record: Record) -> list[Answer]:
+    """Return what was said and answered."""
+    return [
+        Answer(
+            request=request,
+            user=told.spoken[request].user,
+            turn=told.spoken[request].turn,
+            said=told.spoken[request].said,
+            answer=told.chat.text(record.answer(request)).strip(),
+        )
+        for request in sorted(record.finished())
+    ]
 
 
 def _compared(name: str, result: Comparison) -> Check:
@@ -303,17 +471,18 @@ def _has_hits(name: str, runs: list[Summary], tiers: tuple[str, ...]) -> Check:
     )
 
 
-def _notes(base: Scenario) -> list[str]:
-    config = ModelConfig(seed=base.seed)
+def _notes(base: Scenario, why: str) -> list[str]:
+    config = base.config
     page = config.geometry().page_bytes
+    weights = f"random weights (seed {base.seed})" if base.weights is None else f"weights {config.weights[:12]}"
     notes = [
-        f"model: {config.layers} layers, random weights (seed {base.seed}); a page is {config.page_tokens} tokens, "
-        f"{page // 1024} KiB",
+        f"model: {why}" if base.trace is None else "model: random weights, for a trace has no texts",
+        f"{config.name}: {config.layers} layers, {weights}; a page is {config.page_tokens} tokens, {page // 1024} KiB",
         f"tiers: device {base.sizes.device_pages} pages, host {base.sizes.host_pages} pages, "
         f"shared {base.sizes.shared_bytes >> 20} MiB, disk {base.sizes.disk_bytes >> 20} MiB",
     ]
     if base.trace is not None:
-        _, trace = requests_of(base, vocab=config.vocab, max_tokens=config.max_tokens)
+        _, trace = requests_of(base)
         assert trace is not None
         notes.append(
             f"trace: the first {base.requests} requests; a block of 512 tokens is one page of 16, lengths are divided "
@@ -325,13 +494,16 @@ def _notes(base: Scenario) -> list[str]:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[said]}", markup=False, style="green"),
+        console=console,
     )
 
 
 def _print(console: Console, report: Report) -> None:
-    for note in report.notes:
-        console.print(f"  {note}", style="dim")
     served, recompute = report.runs["served"], report.runs["recompute"]
     console.print(_tier_table(served, report))
     console.print(

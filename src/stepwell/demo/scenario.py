@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from stepwell.demo.workload import Request, Trace, conversations, read_trace
+from stepwell.demo.transformer import ModelConfig
+from stepwell.demo.workload import Request, Trace, conversations, load_requests, read_trace
 
 Mode = Literal["tiers", "unbounded", "recompute"]
 
@@ -14,7 +15,7 @@ Mode = Literal["tiers", "unbounded", "recompute"]
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Size tiers so that pages travel: the device holds a few requests, shared memory a part of what disk holds.
 
-    Pages of 32 KiB. host_pages, shared_bytes, disk_bytes: capacities. batch: sequences at once.
+    The defaults are for pages of 32 KiB. host_pages, shared_bytes, disk_bytes: capacities. batch: sequences at once.
     """
 
     device_pages: int = 112
@@ -31,10 +32,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: "tiers": all four; "unbounded": a device pool that holds everything; "recompute": that, and no request finds
     anything.
-    requests: how many of the list; first: where it starts. trace: a Mooncake file, else the generator. record: where
-    the logits go.
-    replay: a record whose answers are given again. serve_on: after the record is saved, serve other requests until
-    killed.
+    config, weights: the model, and the folder with its weights; drawn from the seed where there is none.
+    requests: how many of the list; first: where it starts. texts: a file of requests (workload.save_requests), trace: a
+    Mooncake file; the generator where there is neither. record: where the logits go.
+    replay: a record whose answers are given again; history: one that only has the earlier turns. serve_on: after the
+    record is saved, serve other requests until killed.
     swap_staged_page: the negative control: two pages on their way to the device change places, behind every check.
     """
 
@@ -44,32 +46,44 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     users: int
     turns: int
     trace: str | None
+    config: ModelConfig
     sizes: Sizes
     shared_path: str
     disk_path: str
     compilation_cache: str
     record: str
+    weights: str | None = None
+    texts: str | None = None
     first: int = 0
     replay: str | None = None
+    history: str | None = None
     serve_on: bool = False
     swap_staged_page: bool = False
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request went. found: tokens of its prefix by tier. wait: seconds until the prefix was on the device.
+    """How one request went. prompt, answer: tokens; found: those of the prompt that were found, by tier; ended: the
+    model ended the answer, rather than the limit.
 
-    first_token: seconds from admission to the first token.
+    wait: seconds from admission until what was found was on the device; first_token: from admission to the first token.
+    admitted, finished: seconds since its process began to serve (Moment "serving" of run.py).
     """
 
     request: int
     prompt: int
+    answer: int
+    ended: bool
     found: dict[str, int]
     wait: float
     first_token: float
+    admitted: float
+    finished: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a serving process did. bytes by tier are payload; misses by reason, in pages."""
+    """What a serving process did. bytes by tier are payload; misses by reason, in pages; opened, seconds: how long it
+    took to open the store, and to serve.
+    """
 
     mode: Mode
     requests: int
@@ -88,8 +102,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     served: list[Served]
 
 
-def requests_of(scenario: Scenario, *, vocab: int, max_tokens: int) -> tuple[list[Request], Trace | None]:
+def requests_of(scenario: Scenario) -> tuple[list[Request], Trace | None]:
     """Return the requests of a scenario, and the trace they came from."""
+    vocab, max_tokens = scenario.config.vocab, scenario.config.max_tokens
+    if scenario.texts is not None:
+        return load_requests(scenario.texts)[scenario.first : scenario.first + scenario.requests], None
     if scenario.trace is not None:
         trace = read_trace(
             scenario.trace,

@@ -1,6 +1,9 @@
 """Run one serving process of the demo: `python -m stepwell.demo.serve SCENARIO`, JSON lines on standard output.
 
-    {"ready": seconds}  {"finished": request} ...  {"summary": {...}}  {"serving_on": true}  ... until killed
+    {"ready": seconds}  {"token": n, "of": request} ...  {"served": {...}, "answer": [...]} ...  {"summary": {...}}
+    {"serving_on": true}  {"served_on": request} ... until killed
+
+Tokens are said as they are chosen, where the requests are texts.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from stepwell import DeviceTier, DiskTier, PageStore, SharedTier, StoreConfig
 from stepwell.demo.engine import Engine, Running
 from stepwell.demo.record import Record
 from stepwell.demo.scenario import Scenario, Served, Summary, requests_of
-from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cache, make_model
+from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cache, load_weights, make_model
 from stepwell.demo.turns import Turns
 from stepwell.demo.workload import Request, conversations
 
@@ -107,10 +110,11 @@ def main(argument: str) -> int:
     """Serve a scenario."""
     scenario = msgspec.json.decode(argument, type=Scenario)
     enable_compilation_cache(scenario.compilation_cache)
-    config = ModelConfig(seed=scenario.seed)
-    model = make_model(config)
-    requests, _ = requests_of(scenario, vocab=config.vocab, max_tokens=config.max_tokens)
+    config = scenario.config
+    model = make_model(config, None if scenario.weights is None else load_weights(scenario.weights))
+    requests, _ = requests_of(scenario)
     replay = None if scenario.replay is None else Record.load(Path(scenario.replay))
+    history = None if scenario.history is None else Record.load(Path(scenario.history))
     totals = Totals()
     done: list[Served] = []
     started = time.perf_counter()
@@ -126,25 +130,30 @@ def main(argument: str) -> int:
         record = Record()
 
         def finished(running: Running) -> None:
-            times = turns.times[running.prompt.id]
+            times, answer = turns.times[running.prompt.id], record.answer(running.prompt.id)
             totals.generated += len(running.produced)
-            done.append(
-                Served(
-                    request=running.prompt.id,
-                    prompt=int(running.prompt.tokens.size),
-                    found={tier.name.lower(): tokens for tier, tokens in running.sequence.reused.items()},
-                    wait=times.begun - times.admitted,
-                    first_token=times.first_token - times.admitted,
-                )
+            served = Served(
+                request=running.prompt.id,
+                prompt=int(running.prompt.tokens.size),
+                answer=int(answer.size),
+                ended=int(answer.size) < len(running.produced),
+                found=times.found,
+                wait=times.begun - times.admitted,
+                first_token=times.first_token - times.admitted,
+                admitted=times.admitted - began,
+                finished=time.perf_counter() - began,
             )
-            say(finished=running.prompt.id)
+            done.append(served)
+            say(served=served, answer=answer.tolist())
 
         turns = Turns(
             requests,
             max_tokens=config.max_tokens,
             record=record,
+            history=history,
             replay=replay,
             reuse=scenario.mode != "recompute",
+            on_token=None if scenario.texts is None else lambda running, token: say(token=token, of=running.prompt.id),
             on_finished=finished,
         )
         engine = Engine(store, model, batch=scenario.sizes.batch, hooks=turns.hooks())
@@ -163,7 +172,15 @@ def main(argument: str) -> int:
 def _serve_until_killed(scenario: Scenario, store: PageStore, model: Model) -> None:
     """Serve requests that nobody has seen, so that the kill finds saves under way."""
     vocab, max_tokens = model.config.vocab, model.config.max_tokens
-    others = conversations(scenario.seed + 1, users=64, turns=2, vocab=vocab, max_tokens=max_tokens)
+    others = conversations(
+        scenario.seed + 1,
+        users=64,
+        turns=2,
+        system_tokens=200 if scenario.texts is None else 64,
+        output_tokens=16 if scenario.texts is None else 4,
+        vocab=vocab,
+        max_tokens=max_tokens,
+    )
     renumbered = [
         Request(
             r.id + 10**6, r.tokens, r.output_tokens, r.conversation, None if r.follows is None else r.follows + 10**6
@@ -174,7 +191,7 @@ def _serve_until_killed(scenario: Scenario, store: PageStore, model: Model) -> N
         renumbered,
         max_tokens=max_tokens,
         record=Record(),
-        on_finished=lambda running: say(finished=running.prompt.id),
+        on_finished=lambda running: say(served_on=running.prompt.id),
     )
     Engine(store, model, batch=scenario.sizes.batch, hooks=turns.hooks()).serve(turns.next_prompt)
 

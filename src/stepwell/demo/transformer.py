@@ -1,7 +1,8 @@
 """Run a small decoder over a paged KV pool: the engine's compute, in two compiled shapes.
 
-Llama's architecture (RMSNorm, rotary positions, grouped query heads, SwiGLU; arXiv 2302.13971) with
-seeded random weights, in float32: a cache is tried on it, not a language.
+Llama's architecture (RMSNorm, rotary positions, grouped query heads, SwiGLU; arXiv 2302.13971) in
+float32. The weights are seeded random numbers (a cache is tried on them, not a language) or those
+of a GGUF file (gguf_model.py): the programs take them as an argument and do not know.
 
 Two programs, each compiled once, both donate the pool's arrays:
 
@@ -29,6 +30,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -44,8 +46,14 @@ Arrays = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Size the model. The defaults make a page of 32 KiB and a context of 1024 tokens."""
+    """Size the model. The defaults make a page of 32 KiB and a context of 1024 tokens.
 
+    weights: what names the weights, e.g. the hash of the file that they come from; empty where they
+    are drawn from seed.
+    """
+
+    name: str = "stepwell-demo"
+    weights: str = ""
     vocab: int = 512
     dim: int = 128
     layers: int = 4
@@ -56,6 +64,7 @@ class ModelConfig:
     page_tokens: int = 16
     max_pages: int = 64
     rope_base: float = 10_000.0
+    norm_epsilon: float = 1e-5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,7 +83,7 @@ class ModelConfig:
         """Return what a page of this model's KV is; its revision names all that decides it."""
         revision = hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
         return PageGeometry(
-            model="stepwell-demo",
+            model=self.name,
             revision=revision,
             layers=self.layers,
             kv_heads=self.kv_heads,
@@ -102,7 +111,7 @@ class Weights(NamedTuple):
     embedding: jax.Array  # [vocab, dim]
     layers: Layers
     norm: jax.Array  # [dim]
-    unembedding: jax.Array  # [dim, vocab]
+    unembedding: jax.Array | None  # [dim, vocab]; None: the embedding, transposed
 
 
 def make_weights(config: ModelConfig) -> Weights:
@@ -132,6 +141,20 @@ def make_weights(config: ModelConfig) -> Weights:
     )
 
 
+def load_weights(folder: str | os.PathLike[str]) -> Weights:
+    """Read weights from a folder: each array as float32 in NAME.npy, those of layers in layers.NAME.npy.
+
+    unembedding may be left out: it is the embedding then.
+    """
+    arrays = {path.stem: jnp.asarray(np.load(path, mmap_mode="r")) for path in Path(folder).glob("*.npy")}
+    return Weights(
+        embedding=arrays["embedding"],
+        layers=Layers(**{name: arrays[f"layers.{name}"] for name in Layers._fields}),
+        norm=arrays["norm"],
+        unembedding=arrays.get("unembedding"),
+    )
+
+
 class Model(NamedTuple):
     """Hold a model's weights and its two programs."""
 
@@ -141,8 +164,11 @@ class Model(NamedTuple):
     decode: Callable[..., tuple[Arrays, jax.Array]]
 
 
-def make_model(config: ModelConfig) -> Model:
+def make_model(config: ModelConfig, weights: Weights | None = None) -> Model:
     """Make a model; nothing is compiled before the first call of each program.
+
+    Args:
+        weights: drawn from config.seed where None. Requires: config.weights names them.
 
     The programs (P = max_pages, B = any number, compiled for each):
         prefill_chunk(weights, arrays, tokens int32[64], start, length, block_table int32[P])
@@ -158,7 +184,7 @@ def make_model(config: ModelConfig) -> Model:
     """
     return Model(
         config=config,
-        weights=make_weights(config),
+        weights=make_weights(config) if weights is None else weights,
         prefill_chunk=jax.jit(partial(_prefill_chunk, config), donate_argnums=1),
         decode=jax.jit(partial(_decode, config), donate_argnums=1),
     )
@@ -261,14 +287,14 @@ def _forward(
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
         hidden, keys, values = carry
         number, weight = inputs
-        normed = _norm(hidden, weight.attention_norm)
+        normed = _norm(config, hidden, weight.attention_norm)
         query = (normed @ weight.query).reshape(count, config.heads, config.head_dim)
         pair = (normed @ weight.key_value).reshape(count, 2, config.kv_heads, config.head_dim)
         keys = keys.at[number, slots, rows].set(_rotate(pair[:, 0], angles))
         values = values.at[number, slots, rows].set(pair[:, 1])
         mixed = attend(_rotate(query, angles), keys, values, number)
         hidden = hidden + mixed.reshape(count, -1) @ weight.output
-        gate, up = jnp.split(_norm(hidden, weight.mlp_norm) @ weight.gate_up, 2, axis=-1)
+        gate, up = jnp.split(_norm(config, hidden, weight.mlp_norm) @ weight.gate_up, 2, axis=-1)
         hidden = hidden + (jax.nn.silu(gate) * up) @ weight.down
         return (hidden, keys, values), None
 
@@ -276,7 +302,8 @@ def _forward(
     (hidden, keys, values), _ = jax.lax.scan(
         layer, (weights.embedding[tokens], *arrays), (numbers, weights.layers)
     )
-    return (keys, values), _norm(hidden, weights.norm) @ weights.unembedding
+    unembedding = weights.embedding.T if weights.unembedding is None else weights.unembedding
+    return (keys, values), _norm(config, hidden, weights.norm) @ unembedding
 
 
 def _attend(
@@ -309,8 +336,9 @@ def _attend(
     return jnp.einsum("kgnt,tkd->nkgd", jax.nn.softmax(scores, axis=-1), values)
 
 
-def _norm(values: jax.Array, weight: jax.Array) -> jax.Array:
-    return values * jax.lax.rsqrt(jnp.mean(values * values, -1, keepdims=True) + 1e-5) * weight
+def _norm(config: ModelConfig, values: jax.Array, weight: jax.Array) -> jax.Array:
+    mean = jnp.mean(values * values, -1, keepdims=True)
+    return values * jax.lax.rsqrt(mean + config.norm_epsilon) * weight
 
 
 def _angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

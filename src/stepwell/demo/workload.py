@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
@@ -40,7 +40,8 @@ class Request:
     """Ask for one answer. Requests are served in the order of their ids.
 
     `tokens` is the prompt; where the request follows another it is what the user adds, and the
-    prompt is that request's prompt, its answer, and these tokens.
+    prompt is that request's prompt, its answer, and these tokens. An answer ends before `stop`, or after
+    `output_tokens`.
     """
 
     id: int
@@ -48,6 +49,7 @@ class Request:
     output_tokens: int
     conversation: int
     follows: int | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,40 @@ def conversations(
             )
             latest[user] = requests[-1].id
     return tuple(requests)
+
+
+def longest_conversation(requests: Sequence[Request]) -> int:
+    """Return how many tokens the longest conversation may reach."""
+    reached: dict[int, int] = {}
+    for request in requests:
+        before = reached.get(request.conversation, 0)
+        reached[request.conversation] = before + request.tokens.size + request.output_tokens
+    return max(reached.values())
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """A request on disk."""
+
+    id: int
+    tokens: list[int]
+    output_tokens: int
+    conversation: int
+    follows: int | None
+    stop: int | None
+
+
+def save_requests(requests: Sequence[Request], path: str | Path) -> None:
+    """Write requests for load_requests(): JSON."""
+    rows = [_Row(r.id, r.tokens.tolist(), r.output_tokens, r.conversation, r.follows, r.stop) for r in requests]
+    Path(path).write_bytes(msgspec.json.encode(rows))
+
+
+def load_requests(path: str | Path) -> list[Request]:
+    """Read what save_requests() wrote."""
+    rows = msgspec.json.decode(Path(path).read_bytes(), type=list[_Row])
+    return [
+        Request(r.id, np.array(r.tokens, np.int32), r.output_tokens, r.conversation, r.follows, r.stop) for r in rows
+    ]
 
 
 def _lines(path: Path, limit: int | None) -> Iterator[_Line]:

@@ -1,0 +1,71 @@
+"""Print conversations as they come: who said what, what the model answers, and where the prefix came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.text import Text
+
+from stepwell.demo.chat import Chat
+from stepwell.demo.scenario import Served
+from stepwell.demo.texts import Spoken
+
+TIERS = ("device", "host", "shared", "disk")
+
+
+class Talk:
+    """Print the answers of one act after the other.
+
+    Live (on a terminal) the answer under way is in the act's progress line; a finished one is two lines above it.
+    """
+
+    def __init__(self, console: Console, progress: Progress, chat: Chat, spoken: Sequence[Spoken]) -> None:
+        self._console = console
+        self._progress = progress
+        self._chat = chat
+        self._spoken = spoken
+        self._width = max(len(one.user) for one in spoken)
+        self._coming: dict[int, list[int]] = {}
+        self.recomputed: dict[int, float] = {}  # by request: seconds to the first token without reuse
+
+    def begin(self) -> None:
+        """Begin an act."""
+        self._coming.clear()
+
+    def token(self, task: TaskID, request: int, token: int) -> None:
+        """Take the next token of an answer; the oldest answer under way is shown."""
+        self._coming.setdefault(request, []).append(token)
+        oldest = next(iter(self._coming))
+        self._progress.update(task, said=f"{self._spoken[oldest].user}: {self.text(self._coming[oldest])}")
+
+    def served(self, task: TaskID, served: Served, answer: list[int]) -> None:
+        """Print a finished answer."""
+        self._coming.pop(served.request, None)
+        self._progress.update(task, said="")
+        spoken = self._spoken[served.request]
+        line = Text("  ")
+        line.append(f"{printable(spoken.user):>{self._width}} {spoken.turn}  ", style="bold")
+        line.append(printable(spoken.said))
+        line.append("  ")
+        line.append(self.text(answer) or "(no answer)", style="green")
+        line.append("" if served.ended else " ...", style="dim")
+        self._console.print(line, highlight=False, overflow="fold")
+        self._console.print(Text(f"{'':{self._width + 6}}{self._source(served)}", style="dim"), highlight=False)
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens, fit for a terminal."""
+        return printable(self._chat.text(tokens)).strip()
+
+    def _source(self, served: Served) -> str:
+        parts = [f"{tier} {served.found[tier]}" for tier in TIERS if served.found.get(tier)]
+        parts.append(f"computed {served.prompt - sum(served.found.values())}")
+        line = f"{' · '.join(parts)} tokens; first token {served.first_token * 1e3:.0f} ms"
+        beside = self.recomputed.get(served.request)
+        return line if beside is None else f"{line} beside {beside * 1e3:.0f} ms recomputed"
+
+
+def printable(text: str) -> str:
+    """Return text on one line and without what would steer a terminal: a file or a model wrote it."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
