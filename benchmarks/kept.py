@@ -50,7 +50,7 @@ def run(*command: str) -> dict[str, Any]:
 
 def run_all() -> None:
     """Run everything and keep it."""
-    demo = run("-m", "stepwell.cli", "demo", "--json")
+    demo = run("-m", "stepwell.cli", "demo", "--json", "--model", "random")
     for summary in demo["runs"].values():
         del summary["served"]
     keep("demo", demo)

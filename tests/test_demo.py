@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,15 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gguf_kit
+from gguf_kit import Tiny
 from stepwell import cli
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
 from stepwell.demo import run as demo_run
 from stepwell.demo.engine import Engine, Running
+from stepwell.demo.models import read_conversations
 from stepwell.demo.record import Record, compare
+from stepwell.demo.scenario import Served as ServedRequest
 from stepwell.demo.scenario import Sizes, Summary
 from stepwell.demo.transformer import Model, ModelConfig, make_model
 from stepwell.demo.turns import Turns
-from stepwell.demo.workload import Request, conversations
+from stepwell.demo.workload import Request, conversations, longest_conversation
 from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.testing.hooks import swap_staged_pages
@@ -76,6 +81,7 @@ def serve(
     model: Model,
     requests: tuple[Request, ...],
     *,
+    history: Record | None = None,
     replay: Record | None = None,
     reuse: bool = True,
     swap: bool = False,
@@ -96,6 +102,7 @@ def serve(
             requests,
             max_tokens=CONFIG.max_tokens,
             record=out.record,
+            history=history,
             replay=replay,
             reuse=reuse,
             on_finished=finished,
@@ -263,7 +270,74 @@ def test_a_saved_record_is_the_record(tmp_path: Path) -> None:
     assert np.array_equal(loaded.answer(0), record.answer(0))
 
 
+def test_of_a_large_vocabulary_enough_logits_are_kept_to_see_a_difference(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    unembedding = random.standard_normal((8, 3 * 1024 + 500)).astype(np.float32)
+    hidden = random.standard_normal((2, 8)).astype(np.float32)
+    records = []
+    for moved in (0.0, 1e-2):
+        record = Record()
+        record.begin(0, exact_until=1)
+        record.add(0, 0, hidden @ unembedding)
+        record.add(0, 1, (hidden[1:] + np.float32(moved)) @ unembedding)
+        record.finish(0, prompt=np.zeros(1, np.int32), answer=np.zeros(1, np.int32))
+        records.append(record)
+    assert 1024 <= records[0].served[0].logits[1].size < 2048
+    assert compare(records[0], records[0], tolerance=1e-3).holds
+    assert not compare(records[1], records[0], tolerance=1e-3).holds
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_ends_before_its_stop_token_and_is_replayed_so(
+    model: Model, requests: tuple[Request, ...], oracle: Served
+) -> None:
+    """The stop token is one that the oracle chose in the middle of an answer."""
+    answer = oracle.record.answer(0).tolist()
+    stop = next(token for number, token in enumerate(answer) if number and token not in answer[:number])
+    before = answer.index(stop)
+    stopped = tuple(replace(request, stop=stop) for request in requests)
+    config = StoreConfig(geometry=GEOMETRY, device=DeviceTier(pages=400), host=16 * 4096)
+    ours = serve(config, model, stopped)
+    assert ours.record.answer(0).tolist() == answer[:before]
+    assert ours.record.served[0].likeliest == answer[: before + 1]
+    follower = next(request for request in stopped if request.follows == 0)
+    prompt = ours.record.served[follower.id].prompt
+    assert prompt is not None
+    assert prompt.tolist() == [*requests[0].tokens, *answer[:before], *follower.tokens]
+    again = serve(config, model, stopped, replay=ours.record)
+    assert compare(again.record, ours.record).holds
+    assert [again.record.answer(r.id).tolist() for r in stopped] == [ours.record.answer(r.id).tolist() for r in stopped]
+
+
+def test_with_a_history_answers_are_chosen_anew_and_are_the_same(
+    directories: Directories, model: Model, requests: tuple[Request, ...]
+) -> None:
+    first = serve(tiered(directories, device=18), model, requests)
+    for request in requests[-4:]:
+        first.record.served[request.id].answer[:] ^= 1  # type: ignore[index]  # what is not replayed cannot be seen
+    again = serve(tiered(directories, device=18), model, requests[-4:], history=first.record)
+    for request in requests[-4:]:
+        assert again.record.answer(request.id).tolist() == first.record.served[request.id].likeliest
+    assert again.found(Tier.SHARED) > 0
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def one_served(request: int, *, found: dict[str, int]) -> ServedRequest:
+    return ServedRequest(
+        request=request,
+        prompt=60,
+        answer=3,
+        ended=True,
+        found=found,
+        wait=0.1,
+        first_token=0.25,
+        admitted=1.0,
+        finished=2.0,
+    )
 
 
 def summary(mode: str = "tiers", *, changes: dict[str, object] | None = None) -> Summary:
@@ -329,10 +403,106 @@ def test_the_exit_code_is_zero_only_if_every_check_holds(
     code: int,
 ) -> None:
     with acts_that(monkeypatch, spoil, changes):
-        assert cli.main(["demo", "--quick", "--json"]) == code
+        assert cli.main(["demo", "--quick", "--json", "--model", "random"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] == (code == 0)
     assert all(check["holds"] for check in report["checks"]) == (code == 0)
+
+
+def text_arguments(tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.toml"
+    prompts.write_text(
+        '''
+answer_tokens = 4
+[systems]
+guide = "You are a guide, and the water is there."
+[[conversations]]
+user = "ada"
+system = "guide"
+turns = ["Is there water?", "And \\u001b[31mthere?"]
+'''
+    )
+    return ["--model", str(Tiny().write(tmp_path / "tiny.gguf")), "--prompts", str(prompts)]
+
+
+def test_answers_are_printed_with_where_their_prefix_came_from_and_json_stays_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The acts are real; the serving process is one that says what it is told to."""
+    water = gguf_kit.encode("water")
+    script = tmp_path / "serve"
+    said = msgspec.json.encode(
+        {"served": one_served(1, found={"device": 32, "shared": 16}), "answer": water}
+    ).decode()
+    script.write_text(f"#!/bin/sh\nprintf '%s\\n' '{{\"ready\": 1}}' '{{\"token\": 5, \"of\": 1}}' '{said}'\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(demo_run.Path, "home", lambda: tmp_path)
+    assert cli.main(["demo", "--json", *text_arguments(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "ada 2  And  [31mthere?  water" in err
+    assert "device 32 · shared 16 · computed 12 tokens; first token 250 ms" in err
+    assert "exit code 3" in err
+
+
+def test_the_answers_of_all_acts_are_held_against_those_served() -> None:
+    ours = recorded(np.random.default_rng(1))
+    for request, served in ours.served.items():
+        for token in ours.answer(request).tolist():
+            ours.note_likeliest(request, token)
+        served.likeliest.append(7)  # a stop token, which is no part of the answer
+    names = ("unbounded", "recompute", "shared", "disk")
+    assert demo_run._same_answers(ours, dict.fromkeys(names, ours)).holds
+    other = recorded(np.random.default_rng(1))
+    for request in other.served:
+        other.served[request].likeliest = [1, 2, 3]
+    for name in names:
+        check = demo_run._same_answers(ours, {**dict.fromkeys(names, ours), name: other})
+        assert not check.holds
+        assert f"request 1 ({name})" in check.detail
+    assert not demo_run._same_answers(ours, dict.fromkeys(names, Record())).holds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--model", "none.gguf"], 2, "none.gguf: No such file"),
+        (["--prompts", "none.toml"], 2, "none.toml: No such file"),
+        (["--model", "{random}", "--prompts", "{random}"], 2, "does not begin with GGUF"),
+        (["--model", "random", "--prompts", "{random}"], 2, "random weights have no vocabulary"),
+        (["--trace", "{random}", "--model", "smollm2"], 2, "is served by --model random"),
+        (["--trace", "{random}", "--prompts", "{random}"], 2, "is served by --model random"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_said_before_anything_is_served(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    (tmp_path / "random").write_text("not a model")
+    try:
+        got = cli.main(["demo", *(a.replace("{random}", str(tmp_path / "random")) for a in arguments)])
+    except SystemExit as end:
+        got = end.code  # type: ignore[assignment]
+    assert got == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompts_file_that_cannot_be_used_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = text_arguments(tmp_path)
+    (tmp_path / "prompts.toml").write_text("[systems]")
+    assert cli.main(["demo", *arguments]) == 2
+    assert "missing required field `conversations`" in capsys.readouterr().err
+
+
+def test_tiers_are_sized_so_that_text_travels_and_a_small_shared_memory_is_enough(tmp_path: Path) -> None:
+    told = read_conversations(Tiny().write(tmp_path / "tiny.gguf"), prompts=None, seed=0, quick=False)
+    roomy, tight = (demo_run._sizes_of_texts(told.requests, told.config, shared_room=room) for room in (2**34, 2**18))
+    page_bytes, longest = told.config.geometry().page_bytes, longest_conversation(told.requests) // 16 + 1
+    assert tight.shared_bytes <= 2**18
+    assert roomy.shared_bytes > roomy.device_pages * page_bytes
+    assert 2 * longest <= roomy.device_pages <= told.config.max_pages * 3
+    assert roomy.disk_bytes > roomy.shared_bytes
 
 
 def test_an_act_that_dies_is_a_failure_and_says_why(
@@ -340,7 +510,7 @@ def test_an_act_that_dies_is_a_failure_and_says_why(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(demo_run.Path, "home", lambda: Path(demo_run.tempfile.gettempdir()) / "stepwell-test-home")
-    assert cli.main(["demo", "--quick"]) == 1
+    assert cli.main(["demo", "--quick", "--model", "random"]) == 1
     assert "failed" in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
+from rich.table import Table
 from rich.text import Text
 
 from stepwell.demo.chat import Chat
@@ -30,10 +31,6 @@ class Talk:
         self._coming: dict[int, list[int]] = {}
         self.recomputed: dict[int, float] = {}  # by request: seconds to the first token without reuse
 
-    def begin(self) -> None:
-        """Begin an act."""
-        self._coming.clear()
-
     def token(self, task: TaskID, request: int, token: int) -> None:
         """Take the next token of an answer; the oldest answer under way is shown."""
         self._coming.setdefault(request, []).append(token)
@@ -45,14 +42,13 @@ class Talk:
         self._coming.pop(served.request, None)
         self._progress.update(task, said="")
         spoken = self._spoken[served.request]
-        line = Text("  ")
-        line.append(f"{printable(spoken.user):>{self._width}} {spoken.turn}  ", style="bold")
-        line.append(printable(spoken.said))
-        line.append("  ")
+        line = Text(printable(spoken.said) + "  ")
         line.append(self.text(answer) or "(no answer)", style="green")
         line.append("" if served.ended else " ...", style="dim")
-        self._console.print(line, highlight=False, overflow="fold")
-        self._console.print(Text(f"{'':{self._width + 6}}{self._source(served)}", style="dim"), highlight=False)
+        line.append(f"\n{self._source(served)}", style="dim")
+        row = Table.grid(padding=(0, 2))
+        row.add_row(Text(f"  {printable(spoken.user):>{self._width}} {spoken.turn}", style="bold"), line)
+        self._console.print(row)
 
     def text(self, tokens: list[int]) -> str:
         """Return the text of tokens, fit for a terminal."""
