@@ -330,7 +330,8 @@ def _sizes(options: DemoOptions) -> Sizes:
 def _sizes_of_texts(requests: Sequence[Request], config: ModelConfig, *, shared_room: int) -> Sizes:
     """Size the tiers to the pages of all conversations, shared prompts counted once, so that pages travel.
 
-    The device holds two of them; shared memory all of them, and what else is served until the kill, where it has room
+    The device holds two of them, the host a quarter more (what it keeps are the pages saved last: fewer than on the
+    device would all be there too); shared memory all of them, and what else is served until the kill, where it has room
     (shared_room: free bytes; a container may have 64 MB, SmolLM2's pages are 720 KiB).
     """
     begun: set[bytes] = set()
@@ -345,9 +346,10 @@ def _sizes_of_texts(requests: Sequence[Request], config: ModelConfig, *, shared_
     longest = -(-longest_conversation(requests) // config.page_tokens)
     page_bytes = config.geometry().page_bytes
     shared_volume = min(-(-(pages * 3 // 2) // 6) * page_bytes, shared_room * 3 // 4 // 6)
+    device_pages = 2 * longest + 4
     return Sizes(
-        device_pages=2 * longest + 4,
-        host_pages=max(pages // 6, 8),
+        device_pages=device_pages,
+        host_pages=device_pages * 5 // 4,
         shared_bytes=6 * shared_volume,
         shared_volume_bytes=shared_volume,
         disk_bytes=6 * pages * page_bytes,
