@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -27,11 +26,9 @@ from rich.table import Table
 from stepwell.demo.models import Conversations, find_model, read_conversations
 from stepwell.demo.record import Comparison, Record, compare
 from stepwell.demo.scenario import Scenario, Served, Sizes, Summary, requests_of
+from stepwell.demo.talk import Talk, TalkProgress
 from stepwell.demo.transformer import ModelConfig
 from stepwell.demo.workload import Request, longest_conversation, save_requests
-
-if TYPE_CHECKING:
-    from stepwell.demo.talk import Talk
 
 TOLERANCE = 1e-3
 """Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a
@@ -159,7 +156,7 @@ class Acts:
     def _process(
         self, name: str, scenario: Scenario, title: str, *, expect_kill: bool = False
     ) -> Iterator[Iterator[dict[str, object]]]:
-        task = self._progress.add_task(title, total=scenario.requests, said="")
+        task = self._progress.add_task(title, total=scenario.requests)
         if self._talk is not None or not self._progress.console.is_terminal:
             self._progress.console.print(f"{title} ...", highlight=False, style="bold")
         self.note(name, "started")
@@ -212,12 +209,12 @@ class Acts:
         elif "summary" in message:
             self.note(name, "served")
         elif "token" in message and self._talk is not None:
-            self._talk.token(task, msgspec.convert(message["of"], int), msgspec.convert(message["token"], int))
+            self._talk.token(msgspec.convert(message["of"], int), msgspec.convert(message["token"], int))
         elif "served" in message:
             self._progress.advance(task)
             if self._talk is not None:
                 served = msgspec.convert(message["served"], Served)
-                self._talk.served(task, served, msgspec.convert(message["answer"], list[int]))
+                self._talk.served(served, msgspec.convert(message["answer"], list[int]))
                 if name == "recompute":
                     self._talk.recomputed[served.request] = served.first_token
 
@@ -250,7 +247,8 @@ def run_demo(options: DemoOptions) -> int:
         for note in notes:
             console.print(f"  {note}", style="dim", highlight=False)
         progress = stack.enter_context(_progress(console))
-        acts = Acts(base, progress, _talk(console, progress, told), began=started)
+        talk = None if told is None else Talk(console, progress, told.chat, told.spoken)
+        acts = Acts(base, progress, talk, began=started)
         try:
             if told is not None:
                 from stepwell.demo.gguf_model import unpack_weights
@@ -356,14 +354,6 @@ def _sizes_of_texts(requests: Sequence[Request], config: ModelConfig, *, shared_
         disk_volume_bytes=pages * page_bytes,
         batch=2,
     )
-
-
-def _talk(console: Console, progress: Progress, told: Conversations | None) -> Talk | None:
-    if told is None:
-        return None
-    from stepwell.demo.talk import Talk
-
-    return Talk(console, progress, told.chat, told.spoken)
 
 
 def _play(acts: Acts, base: Scenario) -> tuple[list[Check], dict[str, Summary]]:
@@ -494,14 +484,9 @@ def _notes(base: Scenario, why: str) -> list[str]:
     return notes
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[said]}", markup=False, style="green"),
-        console=console,
+def _progress(console: Console) -> TalkProgress:
+    return TalkProgress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
 
 

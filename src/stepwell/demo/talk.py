@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.console import Console, RenderableType
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from stepwell.demo.chat import Chat
 from stepwell.demo.scenario import Served
 from stepwell.demo.texts import Spoken
 
+if TYPE_CHECKING:
+    from stepwell.demo.chat import Chat  # which needs tokenizers
+
 TIERS = ("device", "host", "shared", "disk")
+
+
+class TalkProgress(Progress):
+    """Show the acts' progress and, below them, what is being said."""
+
+    said: str = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is drawn now."""
+        yield from super().get_renderables()
+        if self.said:
+            yield Text(self.said, style="green", no_wrap=True, overflow="ellipsis")
 
 
 class Talk:
     """Print the answers of one act after the other.
 
-    Live (on a terminal) the answer under way is in the act's progress line; a finished one is two lines above it.
+    On a terminal the answer under way is below the acts' progress; a finished one is printed above them.
     """
 
-    def __init__(self, console: Console, progress: Progress, chat: Chat, spoken: Sequence[Spoken]) -> None:
+    def __init__(self, console: Console, progress: TalkProgress, chat: Chat, spoken: Sequence[Spoken]) -> None:
         self._console = console
         self._progress = progress
         self._chat = chat
@@ -31,16 +46,16 @@ class Talk:
         self._coming: dict[int, list[int]] = {}
         self.recomputed: dict[int, float] = {}  # by request: seconds to the first token without reuse
 
-    def token(self, task: TaskID, request: int, token: int) -> None:
+    def token(self, request: int, token: int) -> None:
         """Take the next token of an answer; the oldest answer under way is shown."""
         self._coming.setdefault(request, []).append(token)
         oldest = next(iter(self._coming))
-        self._progress.update(task, said=f"{self._spoken[oldest].user}: {self.text(self._coming[oldest])}")
+        self._progress.said = f"{printable(self._spoken[oldest].user)}: {self.text(self._coming[oldest])}"
 
-    def served(self, task: TaskID, served: Served, answer: list[int]) -> None:
+    def served(self, served: Served, answer: list[int]) -> None:
         """Print a finished answer."""
         self._coming.pop(served.request, None)
-        self._progress.update(task, said="")
+        self._progress.said = ""
         spoken = self._spoken[served.request]
         line = Text(printable(spoken.said) + "  ")
         line.append(self.text(answer) or "(no answer)", style="green")
