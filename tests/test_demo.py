@@ -409,36 +409,72 @@ def test_the_exit_code_is_zero_only_if_every_check_holds(
     assert all(check["holds"] for check in report["checks"]) == (code == 0)
 
 
-def text_arguments(tmp_path: Path) -> list[str]:
-    prompts = tmp_path / "prompts.toml"
-    prompts.write_text(
-        '''
+PROMPTS = """
 answer_tokens = 4
 [systems]
-guide = "You are a guide, and the water is there."
+guide = "You are a guide, and the water is there. You say what is there and what is not, and no more."
 [[conversations]]
 user = "ada"
 system = "guide"
 turns = ["Is there water?", "And \\u001b[31mthere?"]
-'''
-    )
+[[conversations]]
+user = "ben"
+system = "guide"
+turns = ["Where is the sand and the wind?", "Who is there?"]
+"""
+
+
+def text_arguments(tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.toml"
+    prompts.write_text(PROMPTS)
     return ["--model", str(Tiny().write(tmp_path / "tiny.gguf")), "--prompts", str(prompts)]
+
+
+def test_a_file_and_prompts_are_served_killed_and_served_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The whole demo, with a model of two layers."""
+    monkeypatch.setattr(demo_run.Path, "home", lambda: tmp_path)
+    code = cli.main(["demo", "--json", *text_arguments(tmp_path)])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    report = msgspec.json.decode(out, type=demo_run.Report)
+    assert report.ok
+    assert report.model == "tiny"
+    assert {check.name for check in report.checks} >= {"the same answers in all acts"}
+    assert sorted((one.user, one.turn) for one in report.answers) == [(u, t) for u in ("ada", "ben") for t in (1, 2)]
+    acts = ["unbounded", "recompute", "served", "shared", "swapped", "disk"]
+    for act in acts:
+        happened = ["started", "serving", "served", *(["killed"] if act == "served" else []), "ended"]
+        happened = ["removed", *happened] if act == "disk" else happened
+        assert [moment.what for moment in report.moments if moment.act == act] == happened
+    assert [moment.at for moment in report.moments] == sorted(moment.at for moment in report.moments)
+    for run in report.runs.values():
+        for one in run.served:
+            assert 0 <= one.admitted <= one.admitted + one.wait <= one.admitted + one.first_token <= one.finished
+            assert one.finished <= run.seconds
+            assert sum(one.found.values()) <= one.prompt
+    assert {one.request for one in report.runs["disk"].served} == {2, 3}
+    assert report.runs["disk"].reused_tokens["disk"] > 0
+    assert not list(tmp_path.glob("stepwell-demo-*"))
 
 
 def test_answers_are_printed_with_where_their_prefix_came_from_and_json_stays_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The acts are real; the serving process is one that says what it is told to."""
-    water = gguf_kit.encode("water")
+    arguments, water = text_arguments(tmp_path), gguf_kit.encode("water")
+    spoken = read_conversations(Path(arguments[1]), prompts=arguments[3], seed=0, quick=False).spoken
+    steering = next(number for number, one in enumerate(spoken) if "\x1b" in one.said)
     script = tmp_path / "serve"
-    said = msgspec.json.encode(
-        {"served": one_served(1, found={"device": 32, "shared": 16}), "answer": water}
-    ).decode()
-    script.write_text(f"#!/bin/sh\nprintf '%s\\n' '{{\"ready\": 1}}' '{{\"token\": 5, \"of\": 1}}' '{said}'\nexit 3\n")
+    served = one_served(steering, found={"device": 32, "shared": 16})
+    says = [{"ready": 1.0}, {"token": 5, "of": steering}, {"served": served, "answer": water}]
+    lines = " ".join(f"'{msgspec.json.encode(one).decode()}'" for one in says)
+    script.write_text(f"#!/bin/sh\nprintf '%s\\n' {lines}\nexit 3\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(demo_run.Path, "home", lambda: tmp_path)
-    assert cli.main(["demo", "--json", *text_arguments(tmp_path)]) == 1
+    assert cli.main(["demo", "--json", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert "ada 2  And  [31mthere?  water" in err
@@ -490,16 +526,20 @@ def test_what_cannot_be_read_is_said_before_anything_is_served(
 
 def test_a_prompts_file_that_cannot_be_used_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = text_arguments(tmp_path)
-    (tmp_path / "prompts.toml").write_text("[systems]")
-    assert cli.main(["demo", *arguments]) == 2
-    assert "missing required field `conversations`" in capsys.readouterr().err
+    for text, message in (
+        ("[systems]", "missing required field `conversations`"),
+        (PROMPTS.replace("Where is the sand and the wind?", "Is there water?"), "two conversations must begin"),
+    ):
+        (tmp_path / "prompts.toml").write_text(text)
+        assert cli.main(["demo", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_tiers_are_sized_so_that_text_travels_and_a_small_shared_memory_is_enough(tmp_path: Path) -> None:
     told = read_conversations(Tiny().write(tmp_path / "tiny.gguf"), prompts=None, seed=0, quick=False)
-    roomy, tight = (demo_run._sizes_of_texts(told.requests, told.config, shared_room=room) for room in (2**34, 2**18))
+    roomy, tight = (demo_run._sizes_of_texts(told.requests, told.config, shared_room=room) for room in (2**34, 2**24))
     page_bytes, longest = told.config.geometry().page_bytes, longest_conversation(told.requests) // 16 + 1
-    assert tight.shared_bytes <= 2**18
+    assert tight.shared_bytes <= 2**24 * 3 // 4
     assert roomy.shared_bytes > roomy.device_pages * page_bytes
     assert 2 * longest <= roomy.device_pages <= told.config.max_pages * 3
     assert roomy.disk_bytes > roomy.shared_bytes

@@ -50,9 +50,7 @@ def prefill(
         chunk = np.zeros(CHUNK_TOKENS, np.int32)
         part = tokens[first : first + CHUNK_TOKENS]
         chunk[: len(part)] = part
-        arrays, logits = model.prefill_chunk(
-            model.weights, arrays, chunk, np.int32(first), np.int32(len(part)), table
-        )
+        arrays, logits = model.prefill_chunk(model.weights, arrays, chunk, np.int32(first), np.int32(len(part)), table)
         rows.append(np.asarray(logits)[: len(part)])
     return arrays, np.concatenate(rows)
 
@@ -161,17 +159,20 @@ def everything(file: GgufFile, folder: Path) -> None:
         ({"architecture": "qwen2"}, "architecture is qwen2, only llama"),
         ({"metadata": {"llama.expert_count": 8}}, "llama.expert_count is 8"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "scaling.type is 'yarn'"),
+        ({"metadata": {"llama.rope.scaling.factor": [1, 2]}}, "scaling.factor is array"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "dimension_count is 8"),
         ({"metadata": {"llama.context_length": 64}}, "context is 64 tokens"),
-        ({"metadata": {"llama.block_count": 3}}, "29 tensors, the file has 20"),
+        ({"metadata": {"llama.block_count": 3}}, "blk.2.attn_norm.weight is not there"),
+        ({"metadata": {"llama.block_count": 1}}, "blk.1.attn_k.weight has no place in .* nor have 8 other"),
+        ({"metadata": {"llama.block_count": 2**16}}, "65536 layers are said to have 20 tensors"),
         ({"metadata": {"llama.block_count": "two"}}, "block_count is 'two', a whole number"),
         ({"metadata": {"llama.attention.head_count_kv": 4}}, "multiple of kv_heads"),
         ({"metadata": {"llama.attention.head_count_kv": 0}}, "zero"),
         ({"metadata": {"llama.attention.layer_norm_rms_epsilon": float("nan")}}, "epsilon nan"),
         ({"metadata": {"llama.feed_forward_length": 32}}, r"ffn_gate.weight is \(64, 96\), \(32, 96\) follows"),
         ({"without": frozenset({"llama.embedding_length"})}, "embedding_length is absent"),
-        ({"without": frozenset({"output_norm.weight"})}, "the file has 19"),
-        ({"extra": {"blk.0.attn_q.bias": np.zeros(96, np.float32)}}, "the file has 21"),
+        ({"without": frozenset({"output_norm.weight"})}, "output_norm.weight is not there"),
+        ({"extra": {"blk.0.attn_q.bias": np.zeros(96, np.float32)}}, "blk.0.attn_q.bias has no place"),
         ({"extra": {"blk.1.ffn_norm.weight": np.full(96, np.nan, np.float32)}}, "not numbers: the file is damaged"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "its tokenizer is llama with smollm"),
         ({"metadata": {"tokenizer.ggml.pre": "qwen2"}}, "gpt2 with qwen2"),

@@ -6,6 +6,7 @@ gguf and tokenizers are imported where a GGUF file is served, so that the random
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from stepwell.demo.workload import Request
 
 QUICK_USERS, QUICK_TURNS = 4, 2
+PAGE_TOKENS = 16
 
 
 class ModelError(ValueError):
@@ -71,7 +73,7 @@ def read_conversations(path: Path, *, prompts: str | None, seed: int, quick: boo
     from stepwell.demo.chat import read_chat
     from stepwell.demo.gguf_file import read_gguf
     from stepwell.demo.gguf_model import context_pages, read_config
-    from stepwell.demo.texts import BUILT_IN, read_texts, requests_of_texts
+    from stepwell.demo.texts import BUILT_IN, PromptsError, read_texts, requests_of_texts
     from stepwell.demo.workload import longest_conversation
 
     file = read_gguf(path)
@@ -81,5 +83,18 @@ def read_conversations(path: Path, *, prompts: str | None, seed: int, quick: boo
     if quick:
         texts = texts.limited(users=QUICK_USERS, turns=QUICK_TURNS)
     requests, spoken = requests_of_texts(texts, chat, seed=seed)
+    if len(_beginnings(requests)) < 2:
+        raise PromptsError(
+            f"{prompts}: the demo compares and swaps cached pages, so two conversations must begin differently and "
+            f"with {PAGE_TOKENS} tokens or more (a page); say more, or let more users talk"
+        )
     config = read_config(file, max_pages=context_pages(longest_conversation(requests)))
     return Conversations(file, config, chat, requests, spoken)
+
+
+def _beginnings(requests: Sequence[Request]) -> set[bytes]:
+    """Return the different runs of whole pages with which conversations begin."""
+    begun = [request.tokens for request in requests if request.follows is None]
+    return {
+        tokens[: tokens.size // PAGE_TOKENS * PAGE_TOKENS].tobytes() for tokens in begun if tokens.size >= PAGE_TOKENS
+    }

@@ -116,7 +116,5 @@ def requests_of(scenario: Scenario) -> tuple[list[Request], Trace | None]:
             seed=scenario.seed,
         )
         return list(trace.requests[scenario.first :]), trace
-    drawn = conversations(
-        scenario.seed, users=scenario.users, turns=scenario.turns, vocab=vocab, max_tokens=max_tokens
-    )
+    drawn = conversations(scenario.seed, users=scenario.users, turns=scenario.turns, vocab=vocab, max_tokens=max_tokens)
     return list(drawn[scenario.first : scenario.first + scenario.requests]), None

@@ -36,9 +36,7 @@ def open_store(scenario: Scenario, config: ModelConfig, tokens: int) -> PageStor
     sizes = scenario.sizes
     if scenario.mode != "tiers":
         pages = -(-tokens // config.page_tokens) + config.max_pages * sizes.batch
-        return PageStore(
-            StoreConfig(geometry=geometry, device=DeviceTier(pages=pages), host=16 * geometry.page_bytes)
-        )
+        return PageStore(StoreConfig(geometry=geometry, device=DeviceTier(pages=pages), host=16 * geometry.page_bytes))
     return PageStore(
         StoreConfig(
             geometry=geometry,
