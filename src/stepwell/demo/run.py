@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from stepwell.demo.models import Conversations, find_model, read_conversations
+from stepwell.demo.models import Conversations, ModelError, find_model, read_conversations
 from stepwell.demo.record import Comparison, Record, compare
 from stepwell.demo.scenario import Scenario, Served, Sizes, Summary, requests_of
 from stepwell.demo.talk import Talk, TalkProgress
@@ -222,13 +222,15 @@ class Acts:
 def run_demo(options: DemoOptions) -> int:
     """Run all acts, print the result; return 0 only if every check holds.
 
-    Raises, before anything is started: ModelError, GgufError, PromptsError, OSError for what cannot be read.
+    Raises, before anything is started: ModelError, GgufError, PromptsError, TraceError for what cannot be served.
     """
     console = Console(stderr=options.as_json)
     if not console.is_terminal:
         console = Console(stderr=options.as_json, width=120)
     started = time.perf_counter()
     path, why = find_model(options.model if options.trace is None else "random")
+    if path is None and options.prompts is not None:
+        raise ModelError(f"--prompts need a model with a vocabulary, and this one has {why}")
     told = (
         None
         if path is None
@@ -251,9 +253,8 @@ def run_demo(options: DemoOptions) -> int:
         acts = Acts(base, progress, talk, began=started)
         try:
             if told is not None:
-                from stepwell.demo.gguf_model import unpack_weights
-
-                unpack_weights(told.file, told.config, work / "weights")
+                console.print("dequantising the weights ...", highlight=False, style="bold")
+                _unpack(told, work / "weights")
             checks, runs = _play(acts, base, travels=options.prompts is None)
         except ActError as failure:
             progress.stop()
@@ -277,6 +278,15 @@ def run_demo(options: DemoOptions) -> int:
     else:
         _print(console, report)
     return 0 if report.ok else 1
+
+
+def _unpack(told: Conversations, folder: Path) -> None:
+    from stepwell.demo.gguf_model import unpack_weights
+
+    try:
+        unpack_weights(told.file, told.config, folder)
+    except OSError as cause:
+        raise ModelError(f"the weights in float32 do not go into {folder}: {cause}; set TMPDIR") from cause
 
 
 def _base(options: DemoOptions, told: Conversations | None, *, shared: Path, disk: Path, work: Path) -> Scenario:
