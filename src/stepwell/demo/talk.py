@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 from stepwell.demo.scenario import Served
@@ -61,9 +60,11 @@ class Talk:
         line.append(self.text(answer) or "(no answer)", style="green")
         line.append("" if served.ended else " ...", style="dim")
         line.append(f"\n{self._source(served)}", style="dim")
-        row = Table.grid(padding=(0, 2))
-        row.add_row(Text(f"  {printable(spoken.user):>{self._width}} {spoken.turn}", style="bold"), line)
-        self._console.print(row)
+        label = Text(f"  {printable(spoken.user):>{self._width}} {spoken.turn}  ", style="bold")
+        for part in line.wrap(self._console, max(20, self._console.width - len(label))):
+            part.rstrip()
+            self._console.print(label + part, highlight=False, soft_wrap=True)
+            label = Text(" " * len(label))
 
     def text(self, tokens: list[int]) -> str:
         """Return the text of tokens, fit for a terminal."""
