@@ -465,7 +465,7 @@ def test_answers_are_printed_with_where_their_prefix_came_from_and_json_stays_al
 ) -> None:
     """The acts are real; the serving process is one that says what it is told to."""
     arguments, water = text_arguments(tmp_path), gguf_kit.encode("water")
-    spoken = read_conversations(Path(arguments[1]), prompts=arguments[3], seed=0, quick=False).spoken
+    spoken = read_conversations(Path(arguments[1]), prompts=arguments[3], quick=False).spoken
     steering = next(number for number, one in enumerate(spoken) if "\x1b" in one.said)
     script = tmp_path / "serve"
     served = one_served(steering, found={"device": 32, "shared": 16})
@@ -561,12 +561,13 @@ def test_a_prompts_file_that_cannot_be_used_is_said(capsys: pytest.CaptureFixtur
 
 
 def test_tiers_are_sized_so_that_text_travels_and_a_small_shared_memory_is_enough(tmp_path: Path) -> None:
-    told = read_conversations(Tiny().write(tmp_path / "tiny.gguf"), prompts=None, seed=0, quick=False)
+    told = read_conversations(Tiny().write(tmp_path / "tiny.gguf"), prompts=None, quick=False)
     roomy, tight = (demo_run._sizes_of_texts(told.requests, told.config, shared_room=room) for room in (2**34, 2**24))
     page_bytes, longest = told.config.geometry().page_bytes, longest_conversation(told.requests) // 16 + 1
     assert tight.shared_bytes <= 2**24 * 3 // 4
     assert roomy.shared_bytes > roomy.device_pages * page_bytes
     assert 2 * longest <= roomy.device_pages <= told.config.max_pages * 3
+    assert roomy.device_pages < roomy.host_pages < told.config.max_pages * 6
     assert roomy.disk_bytes > roomy.shared_bytes
 
 

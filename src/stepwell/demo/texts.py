@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import numpy as np
 
 from stepwell.demo.workload import Request
 
@@ -84,19 +83,17 @@ class Spoken(msgspec.Struct, frozen=True):
     said: str
 
 
-def requests_of_texts(texts: Texts, chat: Chat, *, seed: int = 0) -> tuple[tuple[Request, ...], list[Spoken]]:
-    """Return the requests of all conversations and what each is; the same for equal arguments.
+def requests_of_texts(texts: Texts, chat: Chat) -> tuple[tuple[Request, ...], list[Spoken]]:
+    """Return the requests of all conversations and what each is.
 
-    Every user has one turn a round while theirs last, in an order of its own each round, so that a request comes after
-    the one it follows. Request n is what Spoken n says.
+    Every user has one turn a round while theirs last, in the order of the file, so that a request comes after the one
+    it follows. Request n is what Spoken n says.
     """
-    random = np.random.default_rng(seed)
     latest: dict[int, int] = {}
     requests: list[Request] = []
     spoken: list[Spoken] = []
     for turn in range(max(len(one.turns) for one in texts.conversations)):
-        for number in random.permutation(len(texts.conversations)).tolist():
-            one = texts.conversations[number]
+        for number, one in enumerate(texts.conversations):
             if turn >= len(one.turns):
                 continue
             said, follows = one.turns[turn], latest.get(number)
