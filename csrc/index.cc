@@ -90,6 +90,13 @@ struct Lease {
   }
 };
 
+// Covers the chain of pages that ends with `end`.
+struct Hold {
+  uint32_t generation = 0;
+  uint32_t owners = 0;  // 0: free
+  PageId end = kNoPage;
+};
+
 struct Namespace {
   bool has_seed = false;
   std::array<uint8_t, kDigestBytes> seed{};
@@ -101,7 +108,7 @@ struct Survey {
   TreePlace place;                // where the tree ends
   std::vector<Span> spans;        // of the usable run
   std::vector<LoosePin> leaving;  // pages of the run that must be kept to be usable
-  std::vector<PageId> by_key;     // pages of the run past the tree's end
+  std::vector<PageId> by_key;     // pages of the run past the tree's end; of the pending ones too if asked for
   uint32_t usable = 0;
   uint32_t pending = 0;
   Miss miss = Miss::kNone;
@@ -132,6 +139,12 @@ class Index::Impl {
   std::vector<Lease> leases;
   std::vector<uint32_t> free_leases;
   uint64_t live_leases = 0;
+  TierMask keeping = mask(Tier::kShared) | mask(Tier::kDisk);
+  std::array<Rank, kTiers> staying;  // RESIDENT pages that are not to leave; its order is that of their uses
+  std::vector<Hold> holds;
+  std::vector<uint32_t> free_holds;
+  std::unordered_map<PageId, uint32_t> hold_of_end;
+  uint64_t held_pages = 0;
   std::vector<PageId> touches;  // ends of paths, in call order
   uint64_t touched_pages = 0;
   std::atomic<bool> poisoned{false};
@@ -158,7 +171,8 @@ class Index::Impl {
     return node != kNoNode && tree.node(node).pins[at(tier)] > 0;
   }
 
-  // Moves a residency, its counters and its place in the rank; entering the rank is enter_rank()'s.
+  // Moves a residency, its counters and its place in the rank; entering the rank is enter_rank()'s. Where another copy
+  // of a held page comes to be its last one, or no longer is, that one leaves or enters its rank.
   void move(PageId page, int tier, Move move) {
     const Residency from = pages.residency(page, tier);
     const Residency to = after(move, from);
@@ -166,14 +180,15 @@ class Index::Impl {
     if (from != Residency::kAbsent) --in_state[at(tier)][static_cast<size_t>(from)];
     if (to != Residency::kAbsent) ++in_state[at(tier)][static_cast<size_t>(to)];
     if (from == Residency::kResident) {
-      if (page == last_old[at(tier)]) last_old[at(tier)] = ranks[at(tier)].before(page);
-      ranks[at(tier)].leave(page);
+      leave_order(page, tier);
       if (page_has_pin(page)) --page_pinned[at(tier)];
     } else if (to == Residency::kResident && page_has_pin(page)) {
       ++page_pinned[at(tier)];
     }
     uint32_t& packed = pages.residency(page);
     packed = (packed & ~(0xffu << (8 * tier))) | (static_cast<uint32_t>(to) << (8 * tier));
+    if (pages.holds(page) > 0) [[unlikely]]
+      settle(page, tier);
   }
 
   void add_page_pins(PageId page, int64_t change, bool by_claim) {
@@ -191,6 +206,7 @@ class Index::Impl {
     apply_touches();
     move(page, tier, by);
     enter_rank(page, tier);
+    if (pages.holds(page) > 0) settle(page, kTiers);
   }
 
   // The page has no more to do with its slot.
@@ -217,7 +233,7 @@ class Index::Impl {
 
   // Unpinned RESIDENT pages of lowest rank become LEAVING under a new claim number: up to n, within one slot range or
   // (kNoSlot) anywhere.
-  void choose_victims(int tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out) {
+  void choose_victims(int tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out, bool even_held = false) {
     out->clear();
     apply_touches();
     uint32_t first_slot = 0, last_slot = UINT32_MAX;
@@ -227,21 +243,24 @@ class Index::Impl {
       first_slot = only_range;
       last_slot = slots[at(tier)].last_of(only_range);
     }
-    Rank& rank = ranks[at(tier)];
-    out->reserve(std::min<uint64_t>(n, rank.size()));
-    for (uint32_t page = rank.first(), next; page != Rank::kNone && out->size() < n; page = next) {
-      next = rank.after(page);
-      const uint32_t slot = pages.slot(page, tier);
-      if (slot < first_slot || slot > last_slot || is_pinned(page, tier)) continue;
-      move(page, tier, Move::kClaimVictim);
-      out->push_back({page, slot, next_number(page, tier)});
-    }
+    out->reserve(std::min<uint64_t>(n, ranks[at(tier)].size()));
+    const auto choose_from = [&](const Rank& rank) {
+      for (uint32_t page = rank.first(), next; page != Rank::kNone && out->size() < n; page = next) {
+        next = rank.after(page);
+        const uint32_t slot = pages.slot(page, tier);
+        if (slot < first_slot || slot > last_slot || is_pinned(page, tier)) continue;
+        move(page, tier, Move::kClaimVictim);
+        out->push_back({page, slot, next_number(page, tier)});
+      }
+    };
+    choose_from(ranks[at(tier)]);
+    if (even_held) choose_from(staying[at(tier)]);
   }
 
   // ---- rank ------------------------------------------------------------------------------------------------------
-  PageId nearest_resident_ancestor(PageId page, int tier) const {
+  PageId nearest_ranked_ancestor(PageId page, int tier) const {
     for (PageId p = pages.parent(page); p != kNoPage; p = pages.parent(p)) {
-      if (pages.residency(p, tier) == Residency::kResident) return p;
+      if (pages.residency(p, tier) == Residency::kResident && !has(pages.staying(p), tier)) return p;
     }
     return kNoPage;
   }
@@ -268,7 +287,7 @@ class Index::Impl {
     const bool is_old = pages.epoch(page) != epoch;
     const bool is_cut_off = pages.parent_state(page) == ParentState::kKnown && pages.residency(pages.parent(page)) == 0;
     if ((is_old || is_cut_off) && pages.children(page) == 0) return enter_lowest(page, tier);
-    const PageId ancestor = nearest_resident_ancestor(page, tier);
+    const PageId ancestor = nearest_ranked_ancestor(page, tier);
     if (ancestor != kNoPage) return rank.enter_below(page, ancestor);
     if (!is_old) return rank.enter_highest(page);
     PageId& old = last_old[at(tier)];
@@ -304,7 +323,7 @@ class Index::Impl {
         for (int tier = 0; tier < kTiers; ++tier) {
           if (((packed >> (8 * tier)) & 0xff) != static_cast<uint32_t>(Residency::kResident)) continue;
           if (pages.epoch(page) == epoch) [[likely]] {
-            ranks[at(tier)].touch(page);
+            (has(pages.staying(page), tier) ? staying : ranks)[at(tier)].touch(page);
           } else {
             touch_old(page, tier);
           }
@@ -315,9 +334,122 @@ class Index::Impl {
     touched_pages = 0;
   }
 
+  // ---- holds -----------------------------------------------------------------------------------------------------
+  // Whether a copy is the last that a hold keeps.
+  bool must_stay(PageId page, int tier) const {
+    if (pages.holds(page) == 0 || !has(keeping, tier)) return false;
+    for (int other = 0; other < kTiers; ++other) {
+      if (has(keeping, other) && (pages.residency(page, other) == Residency::kResident) != (other == tier))
+        return false;
+    }
+    return true;
+  }
+
+  bool is_kept(PageId page) const {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (has(keeping, tier) && pages.residency(page, tier) == Residency::kResident) return true;
+    }
+    return false;
+  }
+
+  void leave_order(PageId page, int tier) {
+    if (has(pages.staying(page), tier)) {
+      staying[at(tier)].leave(page);
+      pages.staying(page) = static_cast<uint8_t>(pages.staying(page) & ~(1u << tier));
+      return;
+    }
+    if (page == last_old[at(tier)]) last_old[at(tier)] = ranks[at(tier)].before(page);
+    ranks[at(tier)].leave(page);
+  }
+
+  // Puts each copy of the page, but that in `except`, where it belongs: into the rank or beside it. REQUIRES no touches
+  // are due where a copy may enter the rank: it enters as just used.
+  void settle(PageId page, int except) {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (tier == except) continue;
+      const bool is_staying = has(pages.staying(page), tier);
+      if (must_stay(page, tier) == is_staying) continue;
+      leave_order(page, tier);
+      if (is_staying) {
+        enter_rank(page, tier);
+      } else {
+        staying[at(tier)].enter_highest(page);
+        pages.staying(page) = static_cast<uint8_t>(pages.staying(page) | (1u << tier));
+      }
+    }
+  }
+
+  // A held page whose last kept copy has gone stays where it is just about to leave.
+  void rescue(PageId page) {
+    if (pages.holds(page) == 0 || is_kept(page)) return;
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (has(keeping, tier) && pages.residency(page, tier) == Residency::kLeaving)
+        return make_resident(page, tier, Move::kKeep);
+    }
+  }
+
+  Hold* find_hold(uint64_t id) {
+    const uint32_t index = static_cast<uint32_t>(id);
+    if (index >= holds.size()) return nullptr;
+    Hold& hold = holds[index];
+    return hold.owners > 0 && hold.generation == id >> 32 ? &hold : nullptr;
+  }
+
+  // The leading pages of the chain up to `end` that are kept; the depth of `end` is known.
+  uint32_t kept_run(PageId end) const {
+    uint32_t run = pages.depth(end) + 1;
+    for (PageId page = end; page != kNoPage; page = pages.parent(page)) {
+      if (!is_kept(page)) run = pages.depth(page);
+    }
+    return run;
+  }
+
+  // Covers the chain, deepest first: then each copy that is kept back enters the rank below those of its ancestors that
+  // are still to come.
+  uint64_t make_hold(PageId end) {
+    const auto [known, is_new] = hold_of_end.try_emplace(end, 0);
+    if (is_new) {
+      apply_touches();
+      for (PageId page = end; page != kNoPage; page = pages.parent(page)) {
+        if (pages.holds(page)++ > 0) continue;
+        ++held_pages;
+        rescue(page);
+        settle(page, kTiers);
+      }
+      if (free_holds.empty()) {
+        free_holds.push_back(static_cast<uint32_t>(holds.size()));
+        holds.emplace_back();
+      }
+      known->second = free_holds.back();
+      free_holds.pop_back();
+      ++holds[known->second].generation;
+      holds[known->second].end = end;
+    }
+    ++holds[known->second].owners;
+    return (static_cast<uint64_t>(holds[known->second].generation) << 32) | known->second;
+  }
+
+  void end_hold(Hold* hold) {
+    apply_touches();
+    const PageId end = hold->end;
+    hold->owners = 0;
+    hold_of_end.erase(end);
+    free_holds.push_back(static_cast<uint32_t>(hold - holds.data()));
+    // From head to tail: each page finds the one that it enters below beside itself.
+    std::vector<PageId> chain;
+    chain.reserve(pages.depth(end) + size_t{1});
+    for (PageId page = end; page != kNoPage; page = pages.parent(page)) chain.push_back(page);
+    for (auto page = chain.rbegin(); page != chain.rend(); ++page) {
+      if (--pages.holds(*page) > 0) continue;
+      --held_pages;
+      settle(*page, kTiers);
+    }
+    drop_if_dead(end);
+  }
+
   // ---- records ---------------------------------------------------------------------------------------------------
   bool is_dead(PageId page) const {
-    return pages.residency(page) == 0 && pages.children(page) == 0 && !page_has_pin(page);
+    return pages.residency(page) == 0 && pages.children(page) == 0 && !page_has_pin(page) && pages.holds(page) == 0;
   }
 
   void drop_if_dead(PageId page) {
@@ -513,7 +645,8 @@ class Index::Impl {
     }
   }
 
-  Survey survey(uint32_t name_space, const int32_t* tokens, uint32_t total, TierMask usable, Hashes* hashes) {
+  Survey survey(uint32_t name_space, const int32_t* tokens, uint32_t total, TierMask usable, Hashes* hashes,
+                bool also_pending = false) {
     Survey out;
     const NodeId root = namespaces[name_space].root;
     if (root == kNoNode) {
@@ -553,7 +686,7 @@ class Index::Impl {
     if (reached_end) {
       scan_by_key(name_space, total, hashes, &out, [&](PageId page) {
         const bool go_on = feed(page, 1, pages.residency(page));
-        if (go_on && in_run) out.by_key.push_back(page);
+        if (go_on && (in_run || also_pending)) out.by_key.push_back(page);
         return go_on;
       });
     }
@@ -725,7 +858,7 @@ class Index::Impl {
   }
 
   void claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
-                  NodeId root, ClaimBatch* out);
+                  NodeId root, ClaimBatch* out, const uint8_t* row_tiers);
   void recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count,
                uint8_t* accepted);
   void rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
@@ -735,6 +868,7 @@ class Index::Impl {
   std::string check_tree() const;
   std::string check_tiers() const;
   std::string check_pins() const;
+  std::string check_holds() const;
 };
 
 namespace {
@@ -798,6 +932,9 @@ void Index::set_epoch(uint64_t epoch) {
   impl_->locked([&] {
     if (epoch == impl_->epoch) return;
     impl_->apply_touches();
+    for (Hold& hold : impl_->holds) {
+      if (hold.owners > 0) impl_->end_hold(&hold);
+    }
     impl_->epoch = epoch;
     for (int tier = 0; tier < kTiers; ++tier) {
       Rank& rank = impl_->ranks[at(tier)];
@@ -1036,11 +1173,90 @@ void Index::shorten(uint64_t lease_id, uint32_t pages) {
   });
 }
 
+// ---- holds ---------------------------------------------------------------------------------------------------------
+
+void Index::set_keeping(TierMask tiers) {
+  impl_->locked([&] {
+    if (!impl_->hold_of_end.empty()) throw std::invalid_argument("tiers that keep cannot change while holds live");
+    impl_->keeping = tiers;
+  });
+}
+
+HoldResult Index::hold(uint32_t name_space, const int32_t* tokens, uint64_t count, uint64_t most_pages) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  const uint32_t page_tokens = in.pages.page_tokens();
+  const uint32_t total = static_cast<uint32_t>(std::min<uint64_t>(count / page_tokens, kUnknownDepth - 1));
+  constexpr TierMask kAnywhere = (1u << kTiers) - 1;
+  Impl::Hashes hashes;
+  HoldResult result;
+  for (bool is_done = false; !is_done;) {
+    uint32_t hash_from = 0;
+    in.locked([&] {
+      is_done = true;
+      result.held = in.held_pages;
+      if (in.poisoned.load(std::memory_order_relaxed)) return;
+      Survey found = in.survey(name_space, tokens, total, kAnywhere, &hashes, true);
+      in.graft(name_space, tokens, &found);
+      hash_from = found.hash_from;
+      is_done = !found.wants_hashes;
+      const uint32_t covered = found.usable + found.pending;
+      if (!is_done || covered == 0) return;
+      NodeId node = found.place.node;
+      while (in.tree.node(node).start >= covered) node = in.tree.node(node).parent;
+      const PageId end = in.tree.node(node).pages[covered - 1 - in.tree.node(node).start];
+      for (PageId page = end; page != kNoPage; page = in.pages.parent(page)) result.added += in.pages.holds(page) == 0;
+      in.log_touch(end, covered);
+      result.refused = result.added > 0 && result.held + result.added > most_pages;
+      if (result.refused) return;
+      result.hold = in.make_hold(end);
+      result.held = in.held_pages;
+      result.pages = in.kept_run(end);
+      result.pending = covered - result.pages;
+    });
+    if (!is_done) hashes.extend(hash_from, tokens, total, page_tokens);
+  }
+  return result;
+}
+
+bool Index::unhold(uint64_t hold_id) {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    Hold* hold = in.find_hold(hold_id);
+    if (hold == nullptr) return false;
+    if (hold->owners > 1) {
+      --hold->owners;
+    } else {
+      in.end_hold(hold);
+    }
+    return true;
+  });
+}
+
+void Index::hold_extent(uint64_t hold_id, uint32_t* pages, uint32_t* pending) const {
+  Impl& in = *impl_;
+  in.locked([&] {
+    const Hold* hold = in.find_hold(hold_id);
+    *pages = hold == nullptr ? 0 : in.kept_run(hold->end);
+    *pending = hold == nullptr ? 0 : in.pages.depth(hold->end) + 1 - *pages;
+  });
+}
+
+uint64_t Index::holds() const {
+  return impl_->locked([&] { return impl_->hold_of_end.size(); });
+}
+uint64_t Index::held_pages() const {
+  return impl_->locked([&] { return impl_->held_pages; });
+}
+
 // ---- claims --------------------------------------------------------------------------------------------------------
 
 void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total,
-                             TierMask tiers, NodeId root, ClaimBatch* out) {
+                             TierMask tiers, NodeId root, ClaimBatch* out, const uint8_t* row_tiers) {
   const size_t page_tokens = pages.page_tokens();
+  const auto tiers_of = [&](uint32_t i) {
+    return row_tiers == nullptr ? tiers : static_cast<TierMask>(tiers & row_tiers[i - first_page]);
+  };
   TreePlace place = tree.walk(root, tokens, total);
   const uint32_t walked = place.depth;
   const uint32_t start = std::min(first_page, walked);
@@ -1060,8 +1276,8 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
     } else {
       page = pages.find(keys[i], kKv, epoch);
       if (page == kNoPage) {
-        if (i >= first_page && !any_claimable(tiers)) {
-          fill_row(out, i - first_page, tiers, ClaimOutcome::kFull);
+        if (i >= first_page && !any_claimable(tiers_of(i))) {
+          fill_row(out, i - first_page, tiers_of(i), ClaimOutcome::kFull);
           out->full_at = i;
           break;
         }
@@ -1074,12 +1290,12 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
       if (fits) attach(&place, page, tokens + i * page_tokens);
     }
     if (!fits) {  // these tokens and this key do not belong together
-      if (i >= first_page) fill_row(out, i - first_page, tiers, ClaimOutcome::kRefused);
+      if (i >= first_page) fill_row(out, i - first_page, tiers_of(i), ClaimOutcome::kRefused);
       out->full_at = std::max(i, first_page);
       break;
     }
     last = page;
-    if (i >= first_page && !claim_row(page, tiers, i - first_page, out)) {
+    if (i >= first_page && !claim_row(page, tiers_of(i), i - first_page, out)) {
       out->full_at = i;
       break;
     }
@@ -1090,7 +1306,7 @@ void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t fi
 }
 
 void Index::claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page,
-                         uint32_t total, TierMask tiers, ClaimBatch* out) {
+                         uint32_t total, TierMask tiers, ClaimBatch* out, const uint8_t* row_tiers) {
   Impl& in = *impl_;
   in.check_name_space(name_space);
   if (first_page > total || total >= kUnknownDepth) {
@@ -1106,12 +1322,12 @@ void Index::claim_absent(uint32_t name_space, const int32_t* tokens, const Key* 
       out->full_at = first_page;
       return;
     }
-    in.claim_path(tokens, keys, first_page, total, tiers, in.root_of(name_space), out);
+    in.claim_path(tokens, keys, first_page, total, tiers, in.root_of(name_space), out, row_tiers);
   });
 }
 
 void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state,
-                              const Key& parent, TierMask tiers, ClaimBatch* out) {
+                              const Key& parent, TierMask tiers, ClaimBatch* out, const uint8_t* row_tiers) {
   Impl& in = *impl_;
   check_keys(keys, count);
   if (parent_state == ParentState::kKnown) check_keys(&parent, 1);
@@ -1149,7 +1365,8 @@ void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, Par
         in.log_touch(before, run);
         run = 0;
       }
-      if (!in.claim_row(page, tiers, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
+      const TierMask meant = row_tiers == nullptr ? tiers : static_cast<TierMask>(tiers & row_tiers[i]);
+      if (!in.claim_row(page, meant, i, out) && out->full_at == UINT32_MAX) out->full_at = i;
       before = page;
     }
     in.log_touch(before, run);
@@ -1175,6 +1392,38 @@ void Index::claim_leased(uint64_t lease_id, Tier tier, const uint8_t* rows, Clai
         continue;
       }
       if (!in.claim_row(ids[i], mask(tier), i, out) && out->full_at == UINT32_MAX) out->full_at = i;
+    }
+  });
+}
+
+void Index::claim_copies(uint64_t lease_id, Tier source, Tier target, uint32_t most, ClaimBatch* out) {
+  Impl& in = *impl_;
+  const int from = static_cast<int>(source), to = static_cast<int>(target);
+  Impl::reset(out, 0);
+  in.locked([&] {
+    const Lease& lease = in.live_lease(lease_id);
+    if (in.poisoned.load(std::memory_order_relaxed)) return;
+    std::vector<PageId> ids;
+    const auto look = [&](PageId page) {
+      if (ids.size() < most && in.pages.residency(page, from) == Residency::kResident &&
+          in.pages.residency(page, to) == Residency::kAbsent)
+        ids.push_back(page);
+    };
+    for (const LoosePin& pin : lease.loose) look(pin.page);
+    std::vector<PageId> covered;
+    for (const LeaseSpan& span : lease.spans) {
+      covered.clear();
+      in.span_pages(span, 0, span.pages, &covered);
+      for (const PageId page : covered) look(page);
+    }
+    const size_t room = std::min<uint64_t>(ids.size(), in.slots[at(to)].claimable());
+    Impl::reset(out, room);
+    if (room < ids.size()) out->full_at = static_cast<uint32_t>(room);
+    in.seek_slots(mask(target), static_cast<uint32_t>(room));
+    for (size_t i = 0; i < room; ++i) {
+      in.claim_row(ids[i], mask(target), i, out);
+      out->outcomes[i * kTiers + at(from)] = ClaimOutcome::kPresent;
+      out->slots[i * kTiers + at(from)] = in.pages.slot(ids[i], from);
     }
   });
 }
@@ -1259,17 +1508,18 @@ void Index::claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vecto
   impl_->locked([&] { impl_->choose_victims(static_cast<int>(tier), n, only_range, out); });
 }
 
-void Index::take_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots) {
+void Index::take_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots, bool even_held) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   std::vector<Victim> victims;
   slots->clear();
   in.locked([&] {
-    in.choose_victims(t, n, only_range, &victims);
+    in.choose_victims(t, n, only_range, &victims, even_held);
     slots->reserve(victims.size());
     for (const Victim& victim : victims) {
       slots->push_back(victim.slot);
       in.leave(victim.page, t);
+      if (even_held && in.pages.exists(victim.page)) in.rescue(victim.page);
     }
   });
 }
@@ -1325,6 +1575,7 @@ bool Index::quarantine(PageId page, Tier tier, uint32_t slot) {
     in.move(page, t, Move::kQuarantine);
     in.pages.handed_out(page) = static_cast<uint8_t>(in.pages.handed_out(page) & ~mask(tier));
     in.quarantined[at(t)].push_back(page);
+    in.rescue(page);
     return true;
   });
 }
@@ -1385,6 +1636,7 @@ void Index::claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t cou
       });
       if (found.wants_hashes) return;
       for (size_t i = chain.size(); i-- > keep_pages;) {
+        if (in.pages.holds(chain[i]) > 0) continue;
         for (int tier = 0; tier < kTiers; ++tier) {
           if (!has(tiers, tier) || in.pages.residency(chain[i], tier) != Residency::kResident ||
               in.is_pinned(chain[i], tier))
@@ -1537,6 +1789,9 @@ void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, 
     }
   }
   rank_recovered(t, recovered, had_children);
+  for (const auto& [page, stamp] : recovered) {
+    if (pages.holds(page) > 0) settle(page, kTiers);
+  }
   for (const PageId page : relinked)
     log_touch(page, pages.depth(page) == kUnknownDepth ? 1 : pages.depth(page) + uint64_t{1});
   apply_touches();
@@ -1588,10 +1843,11 @@ void Index::rank_order(Tier tier, std::vector<uint32_t>* slots) const {
   slots->clear();
   in.locked([&] {
     in.apply_touches();
-    const Rank& rank = in.ranks[at(tier)];
-    slots->reserve(rank.size());
-    for (uint32_t page = rank.first(); page != Rank::kNone; page = rank.after(page)) {
-      slots->push_back(in.pages.slot(page, static_cast<int>(tier)));
+    slots->reserve(in.ranks[at(tier)].size() + in.staying[at(tier)].size());
+    for (const Rank* rank : {&in.ranks[at(tier)], &in.staying[at(tier)]}) {
+      for (uint32_t page = rank->first(); page != Rank::kNone; page = rank->after(page)) {
+        slots->push_back(in.pages.slot(page, static_cast<int>(tier)));
+      }
     }
   });
 }
@@ -1642,6 +1898,7 @@ TierCounts Index::counts(Tier tier) const {
     out.quarantined = pages(Residency::kQuarantined);
     out.arriving = pages(Residency::kArriving) + ranges.used(SlotUse::kPrivate);
     out.leaving = pages(Residency::kLeaving) + ranges.used(SlotUse::kReturning);
+    out.held = in.staying[t].size();
     out.pinned = in.page_pinned[t];
     for (const NodeId id : in.tree.pinned()) {
       const Node& node = in.tree.node(id);
@@ -1672,6 +1929,73 @@ uint64_t Index::pages() const {
 uint64_t Index::nodes() const {
   return impl_->locked([&] { return impl_->tree.edges(); });
 }
+void Index::tree(uint32_t most, TreeEdges* out) const {
+  Impl& in = *impl_;
+  *out = TreeEdges{};
+  in.locked([&] {
+    const Radix& tree = in.tree;
+    // Leaves first, each adds what is in and below it to its parent.
+    std::vector<uint64_t> below(tree.id_limit());
+    std::vector<uint32_t> waiting(tree.id_limit());
+    std::vector<NodeId> edges, ready;
+    edges.reserve(tree.edges());
+    for (NodeId id = 0; id < tree.id_limit(); ++id) {
+      const Node& node = tree.node(id);
+      if (node.pages.empty()) continue;
+      edges.push_back(id);
+      below[id] += node.pages.size();
+      out->tree_pages += node.pages.size();
+      waiting[id] = node.children;
+      if (node.children == 0) ready.push_back(id);
+    }
+    while (!ready.empty()) {
+      const NodeId id = ready.back();
+      const NodeId parent = tree.node(id).parent;
+      ready.pop_back();
+      below[parent] += below[id];
+      if (waiting[parent] > 0 && --waiting[parent] == 0) ready.push_back(parent);
+    }
+    out->edges = edges.size();
+    if (edges.size() > most) {
+      // A parent has more below it than any of its children: what is chosen is a tree.
+      std::nth_element(edges.begin(), edges.begin() + most, edges.end(),
+                       [&](NodeId a, NodeId b) { return below[a] != below[b] ? below[a] > below[b] : a < b; });
+      edges.resize(most);
+    }
+    const size_t n = edges.size();
+    std::vector<std::pair<uint32_t, NodeId>> order;  // by depth: parents first
+    order.reserve(n);
+    for (const NodeId id : edges) order.emplace_back(tree.node(id).start, id);
+    std::sort(order.begin(), order.end());
+    std::unordered_map<NodeId, std::pair<uint32_t, uint64_t>> of_root;
+    for (const auto& [name, root] : in.roots) of_root[root] = name;
+    std::vector<int32_t> row_of(tree.id_limit(), -1);
+    out->residents.assign(n * kTiers, 0);
+    for (size_t row = 0; row < n; ++row) {
+      const NodeId id = order[row].second;
+      const Node& node = tree.node(id);
+      const int32_t parent = row_of[node.parent];
+      const size_t parent_row = static_cast<size_t>(parent);
+      const std::pair<uint32_t, uint64_t> name =
+          parent < 0 ? of_root.at(node.parent) : std::pair(out->name_spaces[parent_row], out->epochs[parent_row]);
+      for (const PageId page : node.pages) {
+        const uint32_t packed = in.pages.residency(page);
+        for (int tier = 0; tier < kTiers; ++tier) {
+          out->residents[row * kTiers + at(tier)] +=
+              ((packed >> (8 * tier)) & 0xff) == static_cast<uint32_t>(Residency::kResident);
+        }
+      }
+      row_of[id] = static_cast<int32_t>(row);
+      out->parents.push_back(parent);
+      out->name_spaces.push_back(name.first);
+      out->epochs.push_back(name.second);
+      out->first_pages.push_back(node.start);
+      out->pages.push_back(static_cast<uint32_t>(node.pages.size()));
+      out->pages_below.push_back(below[id]);
+    }
+  });
+}
+
 uint64_t Index::leases() const {
   return impl_->locked([&] { return impl_->live_leases; });
 }
@@ -1679,6 +2003,7 @@ uint64_t Index::bytes() const {
   return impl_->locked([&] {
     uint64_t total = impl_->pages.bytes() + impl_->tree.bytes();
     for (const Rank& rank : impl_->ranks) total += rank.bytes();
+    for (const Rank& rank : impl_->staying) total += rank.bytes();
     for (const SlotRanges& ranges : impl_->slots) total += ranges.capacity() + ranges.capacity() / 8;
     return total;
   });
@@ -1694,7 +2019,7 @@ std::string Index::check() const {
 
 std::string Index::Impl::check() {
   apply_touches();
-  for (const std::string& wrong : {check_records(), check_tree(), check_tiers(), check_pins()}) {
+  for (const std::string& wrong : {check_records(), check_tree(), check_tiers(), check_pins(), check_holds()}) {
     if (!wrong.empty()) return wrong;
   }
   return "";
@@ -1814,7 +2139,7 @@ std::string Index::Impl::check_tiers() const {
         return name + ": a ranked page is not resident";
       if (!position.insert({page, position.size()}).second) return name + ": the rank is a cycle";
     }
-    if (position.size() != counted[static_cast<size_t>(Residency::kResident)] ||
+    if (position.size() + staying[at(t)].size() != counted[static_cast<size_t>(Residency::kResident)] ||
         position.size() != ranks[at(t)].size()) {
       return name + ": a resident page is not ranked";
     }
@@ -1831,11 +2156,46 @@ std::string Index::Impl::check_tiers() const {
     }
     if (expected_last != last_old[at(t)]) return name + ": the last page of other epochs is not known";
     for (const auto& [page, place] : position) {
-      const PageId ancestor = nearest_resident_ancestor(page, t);
+      const PageId ancestor = nearest_ranked_ancestor(page, t);
       if (ancestor != kNoPage && position[ancestor] < place) {
         return name + ": page " + std::to_string(ancestor) + " leaves before its descendant " + std::to_string(page);
       }
     }
+  }
+  return "";
+}
+
+std::string Index::Impl::check_holds() const {
+  std::unordered_map<PageId, uint32_t> covered;
+  for (const Hold& hold : holds) {
+    if (hold.owners == 0) continue;
+    const auto known = hold_of_end.find(hold.end);
+    if (known == hold_of_end.end() || &holds[known->second] != &hold) return "a hold is not found by its end";
+    for (PageId page = hold.end; page != kNoPage; page = pages.parent(page)) ++covered[page];
+  }
+  if (covered.size() != held_pages) return "held pages are miscounted";
+  std::array<uint64_t, kTiers> found{};
+  for (PageId page = 0; page < pages.id_limit(); ++page) {
+    if (!pages.exists(page)) continue;
+    const auto expected = covered.find(page);
+    if (pages.holds(page) != (expected == covered.end() ? 0 : expected->second))
+      return "page " + std::to_string(page) + ": its holds are miscounted";
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (has(pages.staying(page), tier) != must_stay(page, tier))
+        return "page " + std::to_string(page) + " wrongly stays or may leave tier " + std::to_string(tier);
+      found[at(tier)] += has(pages.staying(page), tier);
+    }
+    if (pages.holds(page) > 0 && pages.epoch(page) != epoch)
+      return "page " + std::to_string(page) + " of another epoch is held";
+  }
+  for (int tier = 0; tier < kTiers; ++tier) {
+    uint64_t listed = 0;
+    const Rank& list = staying[at(tier)];
+    for (uint32_t page = list.first(); page != Rank::kNone; page = list.after(page)) {
+      if (!has(pages.staying(page), tier)) return "page " + std::to_string(page) + " is listed as one that stays";
+      if (++listed > list.size()) return "the list of pages that stay is a cycle";
+    }
+    if (listed != found[at(tier)] || listed != list.size()) return "pages that stay are miscounted";
   }
   return "";
 }

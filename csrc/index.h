@@ -10,9 +10,11 @@
 //       back, see finish()).
 //   I2  a slot belongs to at most one page, or to a private holder, or is free.
 //   I3  moves obey residency.h; a page pinned in a tier is RESIDENT there.
-//   I4  rank is monotone along a chain: of two resident pages of one tier, the ancestor leaves later.
+//   I4  rank is monotone along a chain: of two resident pages of one tier that may leave, the ancestor leaves later.
 //   I5  a match never reports past the first page that is RESIDENT in no usable tier.
 //   I6  every pin has a lease or a claim that will return it.
+//   I7  a page that a hold covers keeps its last RESIDENT copy in the keeping tiers, until the hold ends or the copy is
+//       damaged: there it is out of the rank (`staying`), so that choosing victims costs nothing for it.
 //
 // Threads: any. The mutex is never held over a copy, I/O, hashing, or a call out of this file.
 // Sources: RadixAttention (arXiv 2312.07104) for the tree; pins on edges and deferred touches are ours.
@@ -66,6 +68,16 @@ struct MatchResult {
 struct TierCounts {
   uint64_t capacity = 0, free = 0, arriving = 0, resident = 0, leaving = 0, quarantined = 0;
   uint64_t pinned = 0;  // RESIDENT and not evictable because of a pin
+  uint64_t held = 0;    // RESIDENT and not evictable because of a hold (pinned or not)
+};
+
+struct HoldResult {
+  uint64_t hold = 0;     // 0: nothing is held
+  uint32_t pages = 0;    // leading pages that are RESIDENT in a keeping tier
+  uint32_t pending = 0;  // pages directly behind them that the hold covers: kept once they arrive in a keeping tier
+  uint64_t added = 0;    // pages that no hold covered before
+  uint64_t held = 0;     // pages that some hold covers, before this call where it was refused
+  bool refused = false;  // held + added would be more than was allowed
 };
 
 // Column [i * kTiers + tier] of a claim over n pages.
@@ -77,6 +89,19 @@ struct ClaimBatch {
   std::vector<uint32_t> numbers;  // [n * kTiers]; claim number of kNew
   // first page that got no slot in any tier asked for; pages from there on were not looked at
   uint32_t full_at = UINT32_MAX;
+};
+
+// Edges of the tree, parents before children.
+struct TreeEdges {
+  std::vector<int32_t> parents;  // [n]; row of the parent edge, -1 for one behind a root
+  std::vector<uint32_t> name_spaces;
+  std::vector<uint64_t> epochs;
+  std::vector<uint32_t> first_pages;  // depth of the first page
+  std::vector<uint32_t> pages;
+  std::vector<uint64_t> pages_below;  // with its own: in all edges below it, also those left out
+  std::vector<uint32_t> residents;    // [n * kTiers]; pages RESIDENT in each tier
+  uint64_t edges = 0;                 // of the whole tree
+  uint64_t tree_pages = 0;
 };
 
 struct Victim {
@@ -131,22 +156,43 @@ class Index {
   // Drops the pins past `pages`; the lease then covers the first `pages` only.
   void shorten(uint64_t lease, uint32_t pages);
 
+  // ---- holds (pins by time) ----------------------------------------------------------------------------------
+  // Tiers whose copies a hold keeps. REQUIRES no hold lives.
+  void set_keeping(TierMask tiers);
+  // Covers the leading pages of some tokens that are RESIDENT, LEAVING or ARRIVING in any tier, as one use of them.
+  // Where no other keeping tier has a covered page, its copy does not leave (I7): it is no victim and claim_chain()
+  // passes it by. Refused whole where it would add pages and more than most_pages would be held (a use still). The same pages again: the same hold,
+  // with one more owner. Cost: one pass over the pages under the mutex, about 30 ns each.
+  HoldResult hold(uint32_t name_space, const int32_t* tokens, uint64_t count, uint64_t most_pages);
+  // Drops one owner; the last one ends the hold, and its pages count as just used. False: unknown or ended (set_epoch
+  // ends all).
+  bool unhold(uint64_t hold);
+  // What a hold covers now: pages and pending as in HoldResult, 0 and 0 where it has ended.
+  void hold_extent(uint64_t hold, uint32_t* pages, uint32_t* pending) const;
+  uint64_t holds() const;       // that live
+  uint64_t held_pages() const;  // that some hold covers
+
   // ---- claims ------------------------------------------------------------------------------------------------
   // For pages [first_page, total) of the chain given by tokens (all from 0; count >= total * page_tokens) and
   // keys[total]: claims each that is ABSENT in a tier of `tiers`. Inserts the path. Stops at the first page that is
   // then neither present, pending nor new in any of `tiers` (full_at). Every page with a kNew outcome is page-pinned
   // once (all tiers) until unpin_pages(). Tokens and a key that do not belong together (the path has another key there,
   // or the key lies on another path): kRefused, and it stops. The path counts as used. Poisoned: all kRefused.
+  // row_tiers: null, or for each page of the range the tiers of `tiers` that are meant for it, not 0.
   void claim_absent(uint32_t name_space, const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total,
-                    TierMask tiers, ClaimBatch* out);
+                    TierMask tiers, ClaimBatch* out, const uint8_t* row_tiers = nullptr);
   // The same for keys without tokens: consecutive keys are chained; parent of the first: state and key. Does not stop
   // at a full page.
   void claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, ParentState parent_state, const Key& parent,
-                         TierMask tiers, ClaimBatch* out);
+                         TierMask tiers, ClaimBatch* out, const uint8_t* row_tiers = nullptr);
   // For pages that the caller has pinned by `lease` (all of it): claims those ABSENT in `tier`, e.g. to promote.
   // outcomes[n] of that tier only. Page-pins as claim_absent does: the copy has to stay when the lease has gone. rows:
   // null for all, else only pages i with rows[i] != 0; the others' outcome is kNone.
   void claim_leased(uint64_t lease, Tier tier, const uint8_t* rows, ClaimBatch* out);
+  // For up to `most` pages that the caller has pinned by `lease` and that are RESIDENT in `source` and ABSENT in
+  // `target`: claims them in `target`. One row a claimed page, its slot in `source` beside (kPresent). full_at: how many
+  // were claimed when the target was full. Cost where nothing lacks: about 3 ns a page.
+  void claim_copies(uint64_t lease, Tier source, Tier target, uint32_t most, ClaimBatch* out);
   // Page-pins up to n RESIDENT pages of the tier whose id is above `after` (kNoPage: from the first), in the order of
   // ids. For passes over all pages.
   void pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots);
@@ -160,11 +206,11 @@ class Index {
 
   // ---- eviction ----------------------------------------------------------------------------------------------
   // Up to n unpinned RESIDENT pages of lowest rank become LEAVING. only_range: only slots of the range that starts
-  // there (kNoSlot: any).
+  // there (kNoSlot: any). even_held: after those, pages that a hold keeps there too: for a range that is lost anyway.
   void claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out);
   // The same with nothing to copy first: RESIDENT -> LEAVING -> ABSENT in one step, so that no match can want a victim
   // again in between. Their slots are as after finish().
-  void take_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots);
+  void take_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots, bool even_held = false);
   // LEAVING -> ABSENT, page pins or not (they hold other tiers). The slot is then neither the page's nor free: retire
   // its record, then free_slots(). kStale: kept by a match meanwhile.
   Status finish(PageId page, Tier tier, uint32_t number);
@@ -176,8 +222,8 @@ class Index {
   void claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out);
   // QUARANTINED -> ABSENT if mended (then free_slots()); else it stays and is not handed out again.
   Status mend(PageId page, Tier tier, uint32_t number, bool mended);
-  // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) LEAVING in all tiers given; deepest
-  // first. For forget().
+  // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) that no hold covers LEAVING in all tiers
+  // given; deepest first. For forget().
   void claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages, TierMask tiers,
                    std::vector<Victim> out[kTiers]);
 
@@ -198,7 +244,7 @@ class Index {
   // already in this tier or the slot is not free (the caller retires the record).
   void recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count,
                uint8_t* accepted);
-  // Slots of RESIDENT pages, first to leave first.
+  // Slots of RESIDENT pages, first to leave first, those that a hold keeps at the end.
   void rank_order(Tier tier, std::vector<uint32_t>* slots) const;
   std::array<Residency, kTiers> state(const Key& key, uint8_t kind) const;
   // Longest run of keys[i] RESIDENT in `usable` without a pin; tiers[i] = fastest tier or 0xff.
@@ -211,11 +257,14 @@ class Index {
   void prepare(uint32_t pages);
   uint64_t pages() const;  // page records
   uint64_t nodes() const;  // tree edges
+  // The `most` edges with the most pages in and below them, so that an edge's parents are among them. Cost: one pass
+  // over all edges (about 30 ns each) and one over the pages of those chosen, under the mutex.
+  void tree(uint32_t most, TreeEdges* out) const;
   uint64_t leases() const;
   uint64_t bytes() const;  // memory of records, tree, ranks and maps
   void poison() noexcept;  // from now on every lookup misses
   bool poisoned() const noexcept;
-  // Verifies I1..I6 by a full scan; "" or what is wrong. For tests and `verify`.
+  // Verifies I1..I7 by a full scan; "" or what is wrong. For tests and `verify`.
   std::string check() const;
 
  private:

@@ -109,11 +109,13 @@ PageId PageTable::create(const Key& key, uint8_t kind, uint64_t epoch) {
   records.node[i] = kNoNode;
   records.lease_pins[i] = 0;
   records.claim_pins[i] = 0;
+  records.holds[i] = 0;
   records.slot[i].fill(kNoSlot);
   records.epoch[i] = epoch;
   records.kind[i] = kind;
   records.parent_state[i] = ParentState::kUnknown;
   records.handed_out[i] = 0;
+  records.staying[i] = 0;
   records.key_length[i] = key.length;
   std::memcpy(records.key_head[i].data(), key.bytes.data(), 32);
   if (key.length > 32) {

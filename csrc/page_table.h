@@ -70,6 +70,7 @@ struct PageBlock {
   Column<NodeId> node;          // tree edge it lies on, or kNoNode
   Column<uint32_t> lease_pins;  // by leases, page by page, all tiers
   Column<uint32_t> claim_pins;  // by claims, all tiers
+  Column<uint32_t> holds;       // that cover it: see Index::hold()
   Column<std::array<uint32_t, kTiers>> slot;
   // of the last claim; never reset, so that claims of an earlier page of this id are stale
   Column<std::array<uint32_t, kTiers>> number;
@@ -79,6 +80,7 @@ struct PageBlock {
   Column<uint8_t> kind;
   Column<ParentState> parent_state;
   Column<uint8_t> handed_out;  // bit t: quarantined there and handed out, or not mendable
+  Column<uint8_t> staying;     // bit t: RESIDENT there, held, and not to leave
   std::unique_ptr<Column<std::array<uint8_t, 32>>> key_tail;  // where a key of the block is longer than 32 bytes
   std::unique_ptr<int32_t[]> tokens;                          // page_tokens a page
 };
@@ -148,10 +150,14 @@ class PageTable {
   uint32_t number(PageId page, int tier) const noexcept {
     return block(page).number[index(page)][static_cast<size_t>(tier)];
   }
+  uint32_t& holds(PageId page) noexcept { return block(page).holds[index(page)]; }
+  uint32_t holds(PageId page) const noexcept { return block(page).holds[index(page)]; }
   uint64_t epoch(PageId page) const noexcept { return block(page).epoch[index(page)]; }
   uint8_t kind(PageId page) const noexcept { return block(page).kind[index(page)]; }
   uint8_t& handed_out(PageId page) noexcept { return block(page).handed_out[index(page)]; }
   uint8_t handed_out(PageId page) const noexcept { return block(page).handed_out[index(page)]; }
+  uint8_t& staying(PageId page) noexcept { return block(page).staying[index(page)]; }
+  uint8_t staying(PageId page) const noexcept { return block(page).staying[index(page)]; }
 
   uint64_t size() const noexcept { return ids_by_key_.size(); }
   uint32_t id_limit() const noexcept { return ids_.size(); }  // ids are below it

@@ -62,6 +62,7 @@ class Radix {
   const std::vector<NodeId>& pinned() const noexcept { return pinned_; }
 
   const Node& node(NodeId id) const noexcept { return nodes_[id]; }
+  NodeId id_limit() const noexcept { return static_cast<NodeId>(nodes_.size()); }  // ids are below it
   uint64_t edges() const noexcept { return edges_; }
   uint64_t bytes() const noexcept;
   // For check(): how many entries the table of children has.

@@ -42,6 +42,7 @@ class Pair:
         self.claims: list[tuple[int, int, int]] = []  # page, tier, number: of any age, any kind
         self.pins: list[int] = []
         self.leases: list[int] = []
+        self.holds: list[int] = []
         self.private: list[tuple[int, int]] = []
         self.returning: list[tuple[int, int]] = []
         self.keys: set[tuple[bytes, int]] = set()
@@ -155,8 +156,15 @@ class Pair:
     def claim_absent(self, choose: Choose) -> None:
         space, tokens, keys = self.chain(choose)
         first, tiers = choose(len(keys) + 1), choose(16)
-        batch = self.index.claim_absent(space, tokens, key_array(keys), first, len(keys), tiers)
-        expected = self.model.claim_absent(keys, first, tiers, self.grant(batch))
+        meant = [tiers] * (len(keys) - first)
+        row_tiers = None
+        if choose(3) == 0:
+            row_tiers = np.array([1 << choose(4) for _ in meant], np.uint8)
+            meant = [tiers & int(row) for row in row_tiers]
+        batch = self.index.claim_absent(
+            space, tokens, key_array(keys), first, len(keys), tiers, row_tiers
+        )
+        expected = self.model.claim_absent(keys, first, meant, self.grant(batch))
         self.check_claim(batch, expected, is_pinning=True)
 
     def claim_absent_keys(self, choose: Choose) -> None:
@@ -173,6 +181,45 @@ class Pair:
             batch = self.index.claim_leased(lease, tier)
             expected = self.model.claim_leased(lease, tier, self.grant(batch))
             self.check_claim(batch, expected, is_pinning=True)
+
+    def claim_copies(self, choose: Choose) -> None:
+        live = [lease for lease in self.leases if lease in self.model.leases]
+        if not live:
+            return
+        lease, most = live[choose(len(live))], choose(4)
+        source = choose(4)
+        target = (source + 1 + choose(3)) % 4
+        want = self.model.copies_lacking(lease, source, target, most)
+        batch = self.index.claim_copies(lease, source, target, most)
+        assert [self.name_of(int(page)) for page in batch.pages] == want
+        assert batch.slots[:, source].tolist() == [self.model.pages[n].slot[source] for n in want]
+        self.model.claim_copies(want, target, self.grant(batch))
+        for page, number in zip(batch.pages.tolist(), batch.numbers[:, target].tolist(), strict=True):
+            self.claims.append((page, target, number))
+            self.pins.append(page)
+
+    def hold(self, choose: Choose) -> None:
+        space, tokens, keys = self.chain(choose)
+        most = (0, 2, 3, 100, 100, 100)[choose(6)]
+        got = self.index.hold(space, tokens, most)
+        want = self.model.hold(keys, most, got.hold)
+        assert m.Held(got.pages, got.pending, got.added, got.held, got.refused) == want
+        assert (got.hold == 0) == (want.pages + want.pending == 0)
+        if got.hold:
+            self.holds.append(got.hold)
+
+    def unhold(self, choose: Choose) -> None:
+        if self.holds:
+            hold = self.holds[choose(len(self.holds))]  # often one that has ended
+            assert self.index.unhold(hold) == self.model.unhold(hold)
+
+    def unhold_all(self, choose: Choose) -> None:
+        if choose(4) == 0:
+            for hold in self.holds:
+                while self.model.unhold(hold):
+                    assert self.index.unhold(hold)
+                assert not self.index.unhold(hold)
+            self.holds.clear()
 
     def settle(self, choose: Choose) -> None:
         """Commit, abort, finish, keep or mend under a number of any age."""
@@ -232,9 +279,10 @@ class Pair:
 
     def take_victims(self, choose: Choose) -> None:
         tier, n, first = self.victims_wanted(choose)
-        want = self.model.victims(tier, n, first)
+        even_held = choose(4) == 0
+        want = self.model.victims(tier, n, first, even_held=even_held)
         slots = [self.model.pages[name].slot[tier] for name in want]
-        assert self.index.take_victims(tier, n, first).tolist() == slots
+        assert self.index.take_victims(tier, n, first, even_held).tolist() == slots
         for name in want:
             self.model.take_victim(name, tier)
 
@@ -346,7 +394,8 @@ class Pair:
 
     STEPS = (
         match, match, match, match_keys, look, retain, release, release, release_all, shorten,
-        claim_absent, claim_absent, claim_absent_keys, claim_leased, settle, settle, settle,
+        claim_absent, claim_absent, claim_absent_keys, claim_leased, claim_copies, settle, settle, settle,
+        hold, hold, hold, unhold, unhold, unhold_all,
         commit_all, unpin, unpin_all, victims, take_victims, forget, free_slots, free_slots, quarantine,
         hand_out, take_private, free_private, publish, set_epoch, close_range,
     )  # fmt: skip
@@ -370,6 +419,10 @@ class Pair:
             assert self.index.rank_order(tier).tolist() == self.model.rank_order(tier)
         assert self.index.pages() == len(self.model.pages)
         assert self.index.leases() == len(self.model.leases)
+        assert self.index.holds() == len(self.model.holds)
+        assert self.index.held_pages() == sum(page.holds > 0 for page in self.model.pages.values())
+        for hold in self.holds:
+            assert self.index.hold_extent(hold) == self.model.extent(hold)
         for key, kind in self.keys:
             assert self.index.state(key, kind) == self.model.state(key, kind)
         for lease, held in self.model.leases.items():
@@ -383,6 +436,7 @@ class Pair:
     def drain(self) -> None:
         """End everything; then nothing may be left but what is resident."""
         self.release_all(lambda n: 0)
+        self.unhold_all(lambda n: 0)
         self.commit_all(lambda n: 0)
         self.unpin_all(lambda n: 0)
         for page, tier, number in self.claims:

@@ -134,6 +134,14 @@ void bind_index(nb::module_& module) {
           },
           "Return (first page, pages, tier) of each run, in order.");
 
+  nb::class_<HoldResult>(module, "HoldResult", "What a hold covers. Invariant: hold is 0 where nothing is held.")
+      .def_ro("hold", &HoldResult::hold)
+      .def_ro("pages", &HoldResult::pages, "Leading pages that are resident in a keeping tier.")
+      .def_ro("pending", &HoldResult::pending, "Pages directly behind, kept once they arrive in a keeping tier.")
+      .def_ro("added", &HoldResult::added, "Pages that no hold covered before.")
+      .def_ro("held", &HoldResult::held, "Pages that some hold covers.")
+      .def_ro("refused", &HoldResult::refused);
+
   nb::class_<ClaimBatch>(module, "ClaimBatch",
                          "What a claim over n pages did; columns are tiers. The arrays are views of it.")
       .def_prop_ro(
@@ -243,24 +251,48 @@ void bind_index(nb::module_& module) {
       .def("retain", &Index::retain, nb::arg("lease"), Release())
       .def("release", &Index::release, nb::arg("lease"), Release())
       .def("shorten", &Index::shorten, nb::arg("lease"), nb::arg("pages"), Release())
+      // ---- holds
+      .def(
+          "set_keeping", [](Index& self, int tiers) { self.set_keeping(to_mask(tiers)); }, nb::arg("tiers"), Release())
+      .def(
+          "hold",
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint64_t most_pages) {
+            return self.hold(name_space, tokens.data(), tokens.shape(0), most_pages);
+          },
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("most_pages"), Release())
+      .def("unhold", &Index::unhold, nb::arg("hold"), Release())
+      .def(
+          "hold_extent",
+          [](const Index& self, uint64_t hold) {
+            uint32_t pages = 0, pending = 0;
+            self.hold_extent(hold, &pages, &pending);
+            return std::tuple(pages, pending);
+          },
+          nb::arg("hold"), Release(), "Return (pages, pending) that a hold covers now.")
+      .def("holds", &Index::holds)
+      .def("held_pages", &Index::held_pages)
       // ---- claims
       .def(
           "claim_absent",
           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys,
-             uint32_t first_page, uint32_t total, int tiers) {
+             uint32_t first_page, uint32_t total, int tiers, const std::optional<Array1<uint8_t>>& row_tiers) {
             check_tokens(self, tokens.shape(0), total);
             if (keys.shape(0) < total) throw nb::value_error("fewer keys than pages");
+            if (row_tiers && row_tiers->shape(0) + first_page < total)
+              throw nb::value_error("fewer row tiers than pages");
             const std::vector<Key> list = to_keys(keys);
             ClaimBatch out;
-            self.claim_absent(name_space, tokens.data(), list.data(), first_page, total, to_mask(tiers), &out);
+            self.claim_absent(name_space, tokens.data(), list.data(), first_page, total, to_mask(tiers), &out,
+                              row_tiers ? row_tiers->data() : nullptr);
             return out;
           },
           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("first_page"), nb::arg("total"),
-          nb::arg("tiers"), Release())
+          nb::arg("tiers"), nb::arg("row_tiers").none() = nb::none(), Release())
       .def(
           "claim_absent_keys",
           [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int parent_state, const nb::bytes& parent,
-             int tiers) {
+             int tiers, const std::optional<Array1<uint8_t>>& row_tiers) {
+            if (row_tiers && row_tiers->shape(0) < keys.shape(0)) throw nb::value_error("fewer row tiers than keys");
             if (parent_state < 0 || parent_state > 2)
               throw nb::value_error("parent_state is 0 (root), 1 (known) or 2 (unknown)");
             const ParentState state = static_cast<ParentState>(parent_state);
@@ -270,11 +302,12 @@ void bind_index(nb::module_& module) {
               nb::gil_scoped_release release;
               const std::vector<Key> list = to_keys(keys);
               self.claim_absent_keys(list.data(), static_cast<uint32_t>(list.size()), kind, state, parent_key,
-                                     to_mask(tiers), &out);
+                                     to_mask(tiers), &out, row_tiers ? row_tiers->data() : nullptr);
             }
             return out;
           },
-          nb::arg("keys"), nb::arg("kind"), nb::arg("parent_state"), nb::arg("parent"), nb::arg("tiers"))
+          nb::arg("keys"), nb::arg("kind"), nb::arg("parent_state"), nb::arg("parent"), nb::arg("tiers"),
+          nb::arg("row_tiers").none() = nb::none())
       .def(
           "claim_leased",
           [](Index& self, uint64_t lease, int tier, const std::optional<Array1<bool>>& rows) {
@@ -286,6 +319,15 @@ void bind_index(nb::module_& module) {
             return out;
           },
           nb::arg("lease"), nb::arg("tier"), nb::arg("rows").none() = nb::none(), Release())
+      .def(
+          "claim_copies",
+          [](Index& self, uint64_t lease, int source, int target, uint32_t most) {
+            ClaimBatch out;
+            self.claim_copies(lease, to_tier(source), to_tier(target), most, &out);
+            return out;
+          },
+          nb::arg("lease"), nb::arg("source"), nb::arg("target"), nb::arg("most"), Release(),
+          "Claim in `target` what a lease covers in `source` and lacks there; one row a claimed page.")
       .def(
           "commit",
           [](Index& self, uint32_t page, int tier, uint32_t number) {
@@ -348,15 +390,15 @@ void bind_index(nb::module_& module) {
           nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none())
       .def(
           "take_victims",
-          [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range) {
+          [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range, bool even_held) {
             std::vector<uint32_t> slots;
             {
               nb::gil_scoped_release release;
-              self.take_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &slots);
+              self.take_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &slots, even_held);
             }
             return to_numpy(std::move(slots));
           },
-          nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none(),
+          nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none(), nb::arg("even_held") = false,
           "Take up to n unpinned pages of lowest rank out of a tier; return their slots: retire, then free_slots().")
       .def(
           "free_slots",
@@ -550,12 +592,31 @@ void bind_index(nb::module_& module) {
             out["leaving"] = counts.leaving;
             out["quarantined"] = counts.quarantined;
             out["pinned"] = counts.pinned;
+            out["held"] = counts.held;
             return out;
           },
           nb::arg("tier"))
       .def("prepare", &Index::prepare, nb::arg("pages"), Release(), "Make room for records ahead of need.")
       .def("pages", &Index::pages)
       .def("nodes", &Index::nodes)
+      .def(
+          "tree",
+          [](const Index& self, uint32_t most) {
+            TreeEdges edges;
+            {
+              nb::gil_scoped_release release;
+              self.tree(most, &edges);
+            }
+            const size_t n = edges.parents.size();
+            return std::tuple(to_numpy(std::move(edges.parents)), to_numpy(std::move(edges.name_spaces)),
+                              to_numpy(std::move(edges.epochs)), to_numpy(std::move(edges.first_pages)),
+                              to_numpy(std::move(edges.pages)), to_numpy(std::move(edges.pages_below)),
+                              to_numpy(std::move(edges.residents), n, kTiers), edges.edges, edges.tree_pages);
+          },
+          nb::arg("most"),
+          "Return (parent rows, namespaces, epochs, first pages, pages, pages in and below, residents[n, tiers], edges "
+          "in "
+          "all, pages in all) of the edges with most below them.")
       .def("leases", &Index::leases)
       .def("bytes", &Index::bytes)
       .def("poison", &Index::poison)

@@ -73,6 +73,7 @@ class Page:
     number: list[int] = field(default_factory=lambda: [0] * TIERS)
     handed_out: list[bool] = field(default_factory=lambda: [False] * TIERS)
     claim_pins: int = 0
+    holds: int = 0
     lease_pins: int = 0  # page by page, all tiers
     tier_pins: list[int] = field(default_factory=lambda: [0] * TIERS)
 
@@ -91,6 +92,7 @@ class TierSlots:
     private: set[int] = field(default_factory=set)
     returning: set[int] = field(default_factory=set)
     rank: list[PageName] = field(default_factory=list)  # first to leave first
+    staying: list[PageName] = field(default_factory=list)  # last copies of held pages
 
     def range_of(self, slot: int) -> int:
         """Return the first slot of the range that `slot` lies in."""
@@ -114,6 +116,24 @@ class Lease:
     pins: list[tuple[PageName, int]]
     whole_page: bool
     owners: int = 1
+
+
+@dataclass(slots=True)
+class Hold:
+    """A pin by time, over the chain of pages that ends with `end`."""
+
+    end: PageName
+    owners: int = 1
+
+
+class Held(NamedTuple):
+    """What a hold must say."""
+
+    pages: int
+    pending: int
+    added: int
+    held: int
+    refused: bool
 
 
 @dataclass(slots=True)
@@ -164,6 +184,8 @@ class IndexModel:
         self.leases: dict[int, Lease] = {}
         self.epoch = 0
         self.is_poisoned = False
+        self.keeping: tuple[int, ...] = (2, 3)
+        self.holds: dict[int, Hold] = {}
 
     # ---- slots ---------------------------------------------------------------------------------
 
@@ -203,6 +225,7 @@ class IndexModel:
             "leaving": by_residency[LEAVING] + len(slots.returning),
             "quarantined": by_residency[QUARANTINED],
             "pinned": pinned,
+            "held": len(slots.staying),
         }
 
     # ---- moves, rank, records ------------------------------------------------------------------
@@ -213,9 +236,10 @@ class IndexModel:
             raise ModelError(f"{move} of a page in residency {page.residency[tier]}")
         page.residency[tier] = target
         if source == RESIDENT:
-            self.tiers[tier].rank.remove(page.name)
+            self._order_of(page, tier).remove(page.name)
         if target == RESIDENT:
             self._enter_rank(page, tier)
+        self._settle(page)
 
     def ancestors(self, page: Page) -> Iterable[Page]:
         """Yield the pages before `page` in its chain, nearest first, as far as they are known."""
@@ -237,7 +261,7 @@ class IndexModel:
             rank.insert(0 if is_old else old_pages, page.name)
             return
         for ancestor in self.ancestors(page):
-            if ancestor.residency[tier] == RESIDENT:
+            if ancestor.name in rank:
                 rank.insert(rank.index(ancestor.name), page.name)
                 return
         rank.insert(old_pages if is_old else len(rank), page.name)
@@ -249,12 +273,13 @@ class IndexModel:
         for used in (page, *self.ancestors(page)):
             for tier in range(TIERS):
                 if used.residency[tier] == RESIDENT:
-                    self.tiers[tier].rank.remove(used.name)
-                    self.tiers[tier].rank.append(used.name)
+                    order = self._order_of(used, tier)
+                    order.remove(used.name)
+                    order.append(used.name)
 
     def _drop_if_dead(self, page: Page | None) -> None:
         while page is not None and page.name in self.pages:
-            is_pinned = page.claim_pins + page.lease_pins > 0
+            is_pinned = page.claim_pins + page.lease_pins + page.holds > 0
             if any(page.residency) or is_pinned or self._children(page.name) > 0:
                 return
             del self.pages[page.name]
@@ -305,6 +330,8 @@ class IndexModel:
         """Make pages of other epochs misses that leave first."""
         if epoch == self.epoch:
             return
+        for hold in sorted(self.holds, key=lambda hold: hold & 0xFFFFFFFF):
+            self._end_hold(hold)
         self.epoch = epoch
         for slots in self.tiers:
             slots.rank.sort(key=lambda name: name.epoch == epoch)
@@ -413,6 +440,89 @@ class IndexModel:
         dropped, held.pins = held.pins[pages:], held.pins[:pages]
         self._unpin(held, dropped)
 
+    # ---- holds ---------------------------------------------------------------------------------
+
+    def _order_of(self, page: Page, tier: int) -> list[PageName]:
+        slots = self.tiers[tier]
+        return slots.staying if page.name in slots.staying else slots.rank
+
+    def _kept_in(self, page: Page) -> list[int]:
+        return [tier for tier in self.keeping if page.residency[tier] == RESIDENT]
+
+    def _settle(self, page: Page) -> None:
+        """Keep the last copy of a held page out of the rank, and only that."""
+        for tier in range(TIERS):
+            staying = self.tiers[tier].staying
+            must_stay = page.holds > 0 and self._kept_in(page) == [tier]
+            if must_stay and page.name not in staying:
+                self.tiers[tier].rank.remove(page.name)
+                staying.append(page.name)
+            elif not must_stay and page.name in staying:
+                staying.remove(page.name)
+                self._enter_rank(page, tier)
+
+    def _rescue(self, page: Page | None) -> None:
+        if page is None or page.holds == 0 or self._kept_in(page):
+            return
+        leaving = [tier for tier in self.keeping if page.residency[tier] == LEAVING]
+        if leaving:
+            self._move(page, leaving[0], "keep")
+
+    def _path_of(self, end: Page) -> list[Page]:
+        return [end, *self.ancestors(end)]
+
+    def extent(self, hold: int) -> tuple[int, int]:
+        """Say how many leading pages of a hold are kept, and how many behind them it covers."""
+        if hold not in self.holds:
+            return 0, 0
+        path = self._path_of(self.pages[self.holds[hold].end])[::-1]
+        kept = next((i for i, page in enumerate(path) if not self._kept_in(page)), len(path))
+        return kept, len(path) - kept
+
+    def hold(self, keys: Sequence[bytes], most_pages: int, hold: int) -> Held:
+        """Cover the leading pages that are somewhere or on their way; `hold` is the index's id for it."""
+        held = sum(page.holds > 0 for page in self.pages.values())
+        covered = 0
+        for key in [] if self.is_poisoned else keys:
+            page = self._find(key)
+            if page is None or not {ARRIVING, RESIDENT, LEAVING} & set(page.residency):
+                break
+            covered += 1
+        if covered == 0:
+            return Held(0, 0, 0, held, refused=False)
+        for depth in range(covered):
+            end = self._put_on_path(keys, depth)
+        self.touch(end)
+        path = self._path_of(end)
+        added = sum(page.holds == 0 for page in path)
+        if added and held + added > most_pages:
+            return Held(0, 0, added, held, refused=True)
+        if hold in self.holds:
+            self.holds[hold].owners += 1
+        else:
+            self.holds[hold] = Hold(end.name)
+            for page in path:
+                page.holds += 1
+                self._rescue(page)
+                self._settle(page)
+        return Held(*self.extent(hold), added, held + added, refused=False)
+
+    def unhold(self, hold: int) -> bool:
+        """Drop one owner, and with the last one the hold. False: not live."""
+        if hold not in self.holds:
+            return False
+        self.holds[hold].owners -= 1
+        if self.holds[hold].owners == 0:
+            self._end_hold(hold)
+        return True
+
+    def _end_hold(self, hold: int) -> None:
+        end = self.pages[self.holds.pop(hold).end]
+        for page in self._path_of(end)[::-1]:
+            page.holds -= 1
+            self._settle(page)
+        self._drop_if_dead(end)
+
     # ---- claims --------------------------------------------------------------------------------
 
     def _claim(self, page: Page, tier: int, grant: Callable[[], Grant]) -> int:
@@ -442,14 +552,19 @@ class IndexModel:
         return outcomes
 
     def claim_absent(
-        self, keys: Sequence[bytes], first_page: int, tiers: int, grant: GrantOf
+        self,
+        keys: Sequence[bytes],
+        first_page: int,
+        row_tiers: Sequence[int],
+        grant: GrantOf,
     ) -> Claimed:
-        """Claim the pages from `first_page` on where ABSENT; stop where nothing is possible."""
+        """Claim the pages from `first_page` on where ABSENT, each in its tiers; stop where nothing is possible."""
         rows = [[NONE] * TIERS for _ in keys[first_page:]]
         full_at = NOT_FULL
         last: Page | None = None
         for depth, key in enumerate(keys if rows else []):
             row = depth - first_page
+            tiers = row_tiers[row] if row >= 0 else 0
             page = self._find(key)
             if (
                 page is None
@@ -532,6 +647,20 @@ class IndexModel:
                 full_at = row
         return Claimed(rows, full_at)
 
+    def copies_lacking(self, lease: int, source: int, target: int, most: int) -> list[PageName]:
+        """Name pages of a lease that are RESIDENT in `source` and ABSENT in `target`."""
+        pages = [self.pages[name] for name, _ in self.leases[lease].pins]
+        lacking = [
+            page.name for page in pages if page.residency[source] == RESIDENT and page.residency[target] == ABSENT
+        ]
+        return lacking[: min(most, self.tiers[target].claimable())]
+
+    def claim_copies(self, names: Sequence[PageName], target: int, grant: GrantOf) -> None:
+        """Claim pages in `target`."""
+        for row, name in enumerate(names):
+            self._claim_row(self.pages[name], 1 << target, row, grant)
+            self.pages[name].claim_pins += 1
+
     def _claimed(self, page_id: int, tier: int, number: int, residency: int) -> Page | None:
         page = self._by_id(page_id)
         if page is None or page.number[tier] != number or page.residency[tier] != residency:
@@ -576,11 +705,13 @@ class IndexModel:
 
     # ---- eviction ------------------------------------------------------------------------------
 
-    def victims(self, tier: int, n: int, only_range: int | None) -> list[PageName]:
+    def victims(
+        self, tier: int, n: int, only_range: int | None, *, even_held: bool = False
+    ) -> list[PageName]:
         """Say which pages leave next."""
         slots = self.tiers[tier]
         out: list[PageName] = []
-        for name in slots.rank:
+        for name in slots.rank + (slots.staying if even_held else []):
             page = self.pages[name]
             slot = page.slot[tier]
             if len(out) == n or slot is None:
@@ -604,6 +735,8 @@ class IndexModel:
             chain.append(page)
         out: list[list[PageName]] = [[] for _ in range(TIERS)]
         for page in reversed(chain[keep_pages:]):
+            if page.holds > 0:
+                continue
             for tier in bits(tiers):
                 if page.residency[tier] == RESIDENT and not page.is_pinned(tier):
                     out[tier].append(page.name)
@@ -627,6 +760,7 @@ class IndexModel:
         page = self.pages[name]
         self._move(page, tier, "claim_victim")
         self._finish(page, tier)
+        self._rescue(self.pages.get(name))
 
     def _finish(self, page: Page, tier: int) -> None:
         self._move(page, tier, "finish")
@@ -658,6 +792,7 @@ class IndexModel:
             self._move(page, tier, "keep")
         self._move(page, tier, "quarantine")
         page.handed_out[tier] = False
+        self._rescue(page)
         return True
 
     def mendable(self, tier: int) -> set[PageName]:
@@ -748,4 +883,5 @@ class IndexModel:
 
     def rank_order(self, tier: int) -> list[int | None]:
         """Return the slots of the resident pages, first to leave first."""
-        return [self.pages[name].slot[tier] for name in self.tiers[tier].rank]
+        slots = self.tiers[tier]
+        return [self.pages[name].slot[tier] for name in slots.rank + slots.staying]
