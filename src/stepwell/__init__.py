@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from stepwell.index import Miss, Residency, Tier
     from stepwell.lease import Match
     from stepwell.mover import Full, Inbox, SaveOutcome, SaveResult, Transfer
+    from stepwell.pins import Pinned, PinsFull
     from stepwell.pool import LentPool, PoolPointers, PoolSlice
     from stepwell.sequence import Extended, Sequence
     from stepwell.settings import Origin, Settings, from_mapping, load_settings
@@ -58,6 +59,8 @@ __all__ = [
     "Origin",
     "PageGeometry",
     "PageStore",
+    "Pinned",
+    "PinsFull",
     "PoolPointers",
     "PoolSlice",
     "Probe",
@@ -96,6 +99,7 @@ _HOMES = {
     "index": ("Miss", "Residency", "Tier"),
     "lease": ("Match",),
     "mover": ("Full", "Inbox", "SaveOutcome", "SaveResult", "Transfer"),
+    "pins": ("Pinned", "PinsFull"),
     "pool": ("LentPool", "PoolPointers", "PoolSlice"),
     "sequence": ("Extended", "Sequence"),
     "settings": ("Origin", "Settings", "from_mapping", "load_settings"),

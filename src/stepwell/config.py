@@ -111,6 +111,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     queue.
     low_watermark, high_watermark: a tier with less than `low` of its
     slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
+    pin_fraction: how much of the smallest tier that pins keep pages in (shared, disk; else host) pin() may take.
     """
 
     geometry: PageGeometry
@@ -125,6 +126,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     low_watermark: float = 0.02
     high_watermark: float = 0.05
     close_timeout: float = 10.0
+    pin_fraction: float = 0.25
 
     def checked(self) -> StoreConfig:
         """Return this configuration once everything in it holds.
@@ -183,6 +185,10 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise StepwellUsageError(
                 f"watermarks: low_watermark {self.low_watermark}, high_watermark {self.high_watermark}; "
                 "give 0 <= low <= high <= 0.5"
+            )
+        if not 0.0 <= self.pin_fraction <= 0.9:
+            raise StepwellUsageError(
+                f"pin_fraction: {self.pin_fraction} is not within 0..0.9; a tier full of pins could take no page more"
             )
         if not self.close_timeout >= 0:  # nor is NaN
             raise StepwellUsageError(f"close_timeout: {self.close_timeout} s is negative or no number; give 0 or more")

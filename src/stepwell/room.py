@@ -57,9 +57,14 @@ class Room:
         Raises:
             StepwellUsageError: there is none of them.
         """
-        if not self.lasting and Tier.HOST not in self._tiers:
+        if not self.keeping:
             raise StepwellUsageError("this store has no host, shared or disk tier to save to")
-        return self.lasting or (Tier.HOST,)
+        return self.keeping
+
+    @property
+    def keeping(self) -> tuple[Tier, ...]:
+        """Tiers that pin() keeps pages in: those that outlive the process, else host memory."""
+        return self.lasting or ((Tier.HOST,) if Tier.HOST in self._tiers else ())
 
     def medium(self, tier: Tier) -> _core.Medium | None:
         """Return what the mover copies from and to; None for a tier the store does not have, and for the device."""
@@ -107,7 +112,7 @@ class Room:
             tier=tier.name.lower(),
             needed=needed,
             free=counts["free"],
-            evictable=counts["resident"] - counts["pinned"],
+            evictable=max(0, counts["resident"] - counts["pinned"] - counts["held"]),
             leaving=counts["leaving"],
         )
 

@@ -22,7 +22,8 @@ _MISS_NAME: Final = {
 class TierStats:
     """One tier, in pages (free + arriving + resident + leaving + quarantined = capacity) and bytes copied since open.
 
-    pinned: resident pages that a lease or transfer holds. bytes_read, bytes_written: payload.
+    pinned: resident pages that a lease or transfer holds. held: those whose last lasting copy a pin() keeps here.
+    bytes_read, bytes_written: payload.
     """
 
     capacity: int
@@ -32,6 +33,7 @@ class TierStats:
     leaving: int
     quarantined: int
     pinned: int
+    held: int
     bytes_read: int
     bytes_written: int
 
@@ -44,6 +46,7 @@ class Stats:
     by tier.
     misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
     bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
+    pins, pinned_pages: pins by time that live, and pages that they cover.
     """
 
     tiers: dict[str, TierStats]
@@ -62,6 +65,8 @@ class Stats:
     page_records: int
     tree_edges: int
     leases: int
+    pins: int
+    pinned_pages: int
     poisoned: bool
 
 

@@ -40,7 +40,7 @@ GROW_RETRY: Final = 2.0
 class Member:
     """One volume in use. slots are [base, base + count) of the index.
 
-    is_leaving: it is being given back, since a time of the store's clock.
+    is_leaving: it is being given back, since a time of the store's clock. is_lost: another process has it too.
     """
 
     held: HeldVolume
@@ -50,6 +50,7 @@ class Member:
     count: int
     is_leaving: bool = False
     leaving_since: float = 0.0
+    is_lost: bool = False
 
 
 class VolumeTier:
@@ -320,6 +321,7 @@ class VolumeTier:
                     member.held.volume_id,
                 )
                 member.is_leaving, member.leaving_since = True, self._clock.monotonic()
+                member.is_lost = True  # what pins keep in it is another's to overwrite
                 index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
 
@@ -348,7 +350,8 @@ class VolumeTier:
         """Give back what is leaving, once nothing holds it. Records stay: whoever adopts the volume finds it warm."""
         for number in [number for number, member in self._members.items() if member.is_leaving]:
             member = self._members[number]
-            index.free_slots(self._tier, index.take_victims(self._tier, member.count, member.base))
+            slots = index.take_victims(self._tier, member.count, member.base, even_held=member.is_lost)
+            index.free_slots(self._tier, slots)
             if index.drop_slots(self._tier, member.base):
                 continue
             held = member.held
