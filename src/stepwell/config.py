@@ -9,6 +9,7 @@ from __future__ import annotations
 import decimal
 import os
 import re
+from typing import Literal
 
 import msgspec
 
@@ -94,13 +95,19 @@ class SharedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ask for a tier on a local disk. Fields as in SharedTier; direct_io: O_DIRECT where the file system has it."""
+    """Ask for a tier on a local disk. Fields as in SharedTier; direct_io: O_DIRECT where the file system has it.
+
+    write: "through": a save goes to disk as well as to shared memory. "selective": only a page that is used a second
+    time does, from shared memory, in the background; so prompts that come once do not wear the disk. Until then the page
+    is in shared memory only, and lost with it. Needs a shared tier.
+    """
 
     capacity: Size
     path: str
     volume_bytes: Size | None = None
     share: Size | None = None
     direct_io: bool = True
+    write: Literal["through", "selective"] = "through"
 
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -159,6 +166,13 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.shared is not None and self.disk is not None and _same(self.shared.path, self.disk.path):
             raise StepwellUsageError(
                 f"shared.path, disk.path: both are {self.disk.path}; give each a directory of its own"
+            )
+        if self.disk is not None and self.disk.write not in ("through", "selective"):
+            raise StepwellUsageError(f"disk.write: {self.disk.write!r} is neither 'through' nor 'selective'")
+        if self.disk is not None and self.disk.write == "selective" and self.shared is None:
+            raise StepwellUsageError(
+                "disk.write: 'selective' keeps a page in shared memory until it is used a second time; give shared, "
+                "e.g. SharedTier('4GiB'), or write='through'"
             )
         page = self.geometry.page_bytes
         for name, capacity in (

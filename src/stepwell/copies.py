@@ -37,6 +37,9 @@ NEW: Final = int(ClaimOutcome.NEW)
 PENDING: Final = int(ClaimOutcome.PENDING)
 PRESENT: Final = int(ClaimOutcome.PRESENT)
 FULL: Final = int(ClaimOutcome.FULL)
+NOT_FULL: Final = 0xFFFFFFFF
+_MOST_USED: Final = 1024
+"""Pages that one lookup may have written to disk: the rest waits for the next."""
 _CLAIMED_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
 
 
@@ -193,6 +196,29 @@ class Copies:
             self.abort_claims(plan)
             self._index.unpin_pages(claimed)
             self._index.release(lease)
+
+    def write_used(self, match: Match) -> None:
+        """Start writing a match's pages to disk that are in shared memory only: this is their second use.
+
+        Nothing where disk writes are not selective. What finds no room in the mover's queue waits for its next use.
+        """
+        if self._room.seen is None or match.pages == 0:
+            return
+        lease = match.lease_id()
+        batch = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, _MOST_USED)
+        plans = [_copy_plan(batch)]
+        if batch.full_at != NOT_FULL:
+            self._room.make(Tier.DISK, min(match.pages, _MOST_USED) - batch.full_at)
+            rest = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, _MOST_USED - batch.full_at)
+            plans.append(_copy_plan(rest))
+        for plan in plans:
+            if plan.pages.size == 0:
+                continue
+            if self.submit(plan, pool=None, work_class=WorkClass.DEMOTE, unpin_pages=True) is None:
+                self.abort_claims(plan)
+                self._index.unpin_pages(plan.pages)
+            else:
+                self._counters.selected(plan.pages.size, 0)
 
     def _claim_way_up(self, plan: Plan, lease: int, tiers: U8) -> U32:
         """Give the plan's disk pages a place in shared memory, or where that is full in host memory.
@@ -351,6 +377,15 @@ def _plan_from(ids: U32, tiers: U8, slots: U32) -> Plan:
     rows = np.arange(ids.size)
     plan.roles[rows, tiers] = SOURCE
     plan.slots[rows, tiers] = slots
+    return plan
+
+
+def _copy_plan(batch: _core.ClaimBatch) -> Plan:
+    """Plan the copies that Index.claim_copies() claimed, from shared memory to disk."""
+    plan = Plan.empty(batch.pages)
+    plan.roles[:, Tier.SHARED], plan.roles[:, Tier.DISK] = SOURCE, SINK
+    plan.slots[:] = batch.slots
+    plan.numbers[:] = batch.numbers
     return plan
 
 

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.errors import StepwellUsageError
-from stepwell.index import Index, Tier, tier_mask
+from stepwell.hashing import Keys
+from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
 from stepwell.mover import Full
+from stepwell.seen import Seen
 from stepwell.stats import Counters
 from stepwell.tiers.base import PageTier
 
@@ -31,6 +33,8 @@ class Room:
         self._tiers = tiers
         self._counters = counters
         self.has_device = False
+        self.seen: Seen | None = None
+        """What was saved once, where disk writes are selective; None: every save is written through."""
         self.wake_keeper: Callable[[], None] = _nobody
 
     # ---- which tiers ------------------------------------------------------------------------------------------------
@@ -52,7 +56,7 @@ class Room:
 
     @property
     def write_through(self) -> tuple[Tier, ...]:
-        """Tiers that a save goes to: those that outlive the process, else host memory.
+        """Tiers that a save can go to: those that outlive the process, else host memory; see meant_for().
 
         Raises:
             StepwellUsageError: there is none of them.
@@ -60,6 +64,31 @@ class Room:
         if not self.keeping:
             raise StepwellUsageError("this store has no host, shared or disk tier to save to")
         return self.keeping
+
+    def meant_for(self, keys: Keys, known: int = 0) -> npt.NDArray[np.uint8] | None:
+        """Say which tiers each page of a save is meant for.
+
+        Args:
+            keys: of its pages. known: leading ones that are in shared memory or on their way: these are no use anew, so
+                that an engine which saves a growing prompt chunk by chunk does not count as using it twice.
+
+        Returns:
+            None: all of write_through. Else a mask a page: with the disk where the page was saved before, and has left
+            shared memory since.
+        """
+        if self.seen is None:
+            return None
+        meant = np.full(len(keys), tier_mask(Tier.SHARED), dtype=np.uint8)
+        meant[known:][self.seen.add(keys[known:])] |= tier_mask(Tier.DISK)
+        return meant
+
+    def count_meant(self, outcomes: npt.NDArray[np.uint8], meant: npt.NDArray[np.uint8] | None) -> None:
+        """Count what a save's claims came to, where disk writes are selective."""
+        if meant is None:
+            return
+        written = outcomes[:, Tier.DISK] == ClaimOutcome.NEW
+        held_back = (outcomes[:, Tier.SHARED] == ClaimOutcome.NEW) & (meant[: len(outcomes)] >> Tier.DISK == 0)
+        self._counters.selected(int(written.sum()), int(held_back.sum()))
 
     @property
     def keeping(self) -> tuple[Tier, ...]:

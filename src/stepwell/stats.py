@@ -47,6 +47,8 @@ class Stats:
     misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
     bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
     pins, pinned_pages: pins by time that live, and pages that they cover.
+    held_back_pages, second_use_pages: with selective disk writes, pages saved to shared memory only, and pages written
+    to disk because they were used a second time.
     """
 
     tiers: dict[str, TierStats]
@@ -67,6 +69,8 @@ class Stats:
     leases: int
     pins: int
     pinned_pages: int
+    held_back_pages: int
+    second_use_pages: int
     poisoned: bool
 
 
@@ -78,6 +82,8 @@ class Counters:
     lookup_pages: int = 0
     saved_pages: int = 0
     refused_pages: int = 0
+    held_back_pages: int = 0
+    second_use_pages: int = 0
     hit_pages: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
     evicted_pages: dict[str, int] = field(default_factory=dict)
@@ -107,6 +113,12 @@ class Counters:
         """Count pages dropped from a tier."""
         with self.lock:
             self.evicted_pages[tier] = self.evicted_pages.get(tier, 0) + pages
+
+    def selected(self, written: int, held_back: int) -> None:
+        """Count pages written to disk for a second use, and pages not written for it was their first."""
+        with self.lock:
+            self.second_use_pages += written
+            self.held_back_pages += held_back
 
     def saved(self, pages: int, refused: int) -> None:
         """Count pages accepted and refused by a save."""

@@ -52,6 +52,7 @@ from stepwell.mover import (
 from stepwell.pins import Pinned, Pins
 from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend, lend_canonical
 from stepwell.room import Room
+from stepwell.seen import Seen
 from stepwell.stats import Counters, Stats, TierStats
 from stepwell.tiers.base import PageTier
 from stepwell.tiers.disk import DiskVolumes
@@ -188,7 +189,7 @@ class PageStore:
         namespace: Namespace | None = None,
         inbox: Inbox | None = None,
     ) -> SaveResult:
-        """Keep the pages of some tokens: write them through to every tier that outlives this call.
+        """Keep the pages of some tokens: write them through to every tier that outlives the process.
 
         Args:
             tokens: int32[n] (other integers are converted). Only whole pages are saved; the tail stays the caller's.
@@ -198,7 +199,9 @@ class PageStore:
 
         Returns:
             SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never
-            waits for bytes; `source` may be overwritten once `result.transfer.source_released`.
+            waits for bytes; `source` may be overwritten once `result.transfer.source_released`. The transfer is done
+            when each page is resident in every tier that this save writes it to; with selective disk writes that is
+            shared memory alone for a page that was not saved before.
 
         Raises:
             TokenError, GeometryError: tokens or source do not fit; nothing was changed.
@@ -224,15 +227,17 @@ class PageStore:
         # Touch and pin what is here of this chain, so that making room for its tail does not take its head.
         held = Match(self._index, self._index.match_and_pin(name_space, checked, mask), self._page_tokens)
         try:
-            for tier in targets:
-                here, _ = self._index.match_length(name_space, checked, tier_mask(tier))
-                self._room.make(tier, pages - here)
-            batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask)
+            known = {tier: self._index.match_length(name_space, checked, tier_mask(tier)) for tier in targets}
+            meant = self._room.meant_for(keys, sum(known.get(Tier.SHARED, (0, 0))))
+            for tier, (here, _) in known.items():
+                self._room.make(tier, (pages if meant is None else int((meant >> tier & 1).sum())) - here)
+            batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask, meant)
         finally:
             held.close()
         full = None
         looked_at = min(pages, batch.full_at)
         outcomes = batch.outcomes[:looked_at]
+        self._room.count_meant(outcomes, meant)
         saved, present, pending = self._tally(outcomes)
         refused = pages - looked_at
         transfer = self._copies.save(batch, source, turn, inbox=inbox)
@@ -269,6 +274,7 @@ class PageStore:
         match = Match(self._index, result, self._page_tokens)
         asked = checked.size // self._page_tokens
         self._counters.looked_up(asked, match.tiers, match.miss, result.pending)
+        self._copies.write_used(match)
         return match
 
     def load(
@@ -331,6 +337,7 @@ class PageStore:
         match = Match(self._index, result, self._page_tokens)
         _, tiers, _ = match.locations()
         self._counters.looked_up(len(checked), match.tiers, match.miss, result.pending)
+        self._copies.write_used(match)
         if result.pages and readahead:
             self._copies.read_ahead(match)
         if result.pages and lease > 0:
@@ -424,13 +431,16 @@ class PageStore:
         mask = tier_mask(*targets)
         # Touch and pin what is here of these keys, so that making room for the rest does not take it.
         held = Match(self._index, self._index.match_keys_and_pin(checked, kind, mask), self._page_tokens)
+        meant = None
         try:
             for tier in targets:
                 here, _ = self._index.probe(checked, kind, tier_mask(tier))
-                self._room.make(tier, len(checked) - here)
-            batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask)
+                meant = self._room.meant_for(checked, here) if tier is Tier.SHARED else meant
+                self._room.make(tier, (len(checked) if meant is None else int((meant >> tier & 1).sum())) - here)
+            batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask, meant)
         finally:
             held.close()
+        self._room.count_meant(batch.outcomes, meant)
         result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
         new = (batch.outcomes == NEW).any(axis=1)
         here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
@@ -715,6 +725,8 @@ class PageStore:
                 page_records=self._index.pages(),
                 tree_edges=self._index.nodes(),
                 leases=self._index.leases(),
+                held_back_pages=counters.held_back_pages,
+                second_use_pages=counters.second_use_pages,
                 pins=self._pins.count(),
                 pinned_pages=self._index.held_pages(),
                 poisoned=False,
@@ -783,6 +795,10 @@ class PageStore:
         # Disk first: its records name parents for what shared memory holds, and the other way round it does not matter.
         for tier in sorted(self._tiers, reverse=True):
             self._tiers[tier].open(self._index)
+        if config.disk is not None and config.disk.write == "selective":
+            assert config.shared is not None, "checked(): selective writes have a shared tier"
+            capacity = sum(parse_size(tier.capacity) for tier in (config.shared, config.disk))
+            self._room.seen = Seen(capacity // config.geometry.page_bytes)
 
     def _open_device(self) -> None:
         device = self._config.device
