@@ -98,7 +98,7 @@ class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ask for a tier on a local disk. Fields as in SharedTier; direct_io: O_DIRECT where the file system has it.
 
     write: "through": a save goes to disk as well as to shared memory. "selective": only a page that is used a second
-    time does, from shared memory, in the background; so prompts that come once do not wear the disk. Until then the page
+    time does, from shared memory, in the background; so prompts that come once do not wear the disk. Until then a page
     is in shared memory only, and lost with it. Needs a shared tier.
     """
 

@@ -1,7 +1,7 @@
 """Remember which pages were saved once: what selective disk writes go by, when a page comes again.
 
 A page that is written to disk at its first save and never asked for again has worn the disk for nothing: of the
-Mooncake conversation trace two thirds are such. A page that is still in shared memory when it is found a second time
+blocks of the Mooncake conversation trace three in four are such. A page that is still in shared memory when it is found a second time
 needs no memory; one that has left it since is known by this.
 """
 
@@ -21,7 +21,7 @@ class Seen:
     """A set of keys that forgets: a table of 64-bit fingerprints, one place for each, the newer takes the place.
 
     A key may be forgotten early (its page is then written a use later) or taken for another (a page is written a use
-    early: about one key in 2^43). It is memory of this process only.
+    early: at most one key in 2^41). It is memory of this process only.
     Threads: the caller's lock; a lost update is a key forgotten.
     """
 
@@ -48,4 +48,6 @@ def _fingerprints(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     for column in padded.view(np.uint64).T:
         mixed = (mixed ^ column) * _MULTIPLIER
         mixed ^= mixed >> np.uint64(29)
+    mixed *= _MULTIPLIER
+    mixed ^= mixed >> np.uint64(32)
     return mixed | np.uint64(1 << 63)

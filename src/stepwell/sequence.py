@@ -412,6 +412,8 @@ class Sequences:
         with self.lock:
             self._open[id(sequence)] = weakref.ref(sequence)
             self._look(sequence, is_first=True)
+            if sequence._lease is not None:
+                self.copies.write_used(sequence._lease)
         return sequence
 
     def promote(self, sequence: Sequence) -> None:
@@ -760,10 +762,17 @@ class Sequences:
         if not pages.size or not mask:
             return
         first, last = int(pages[0]), int(pages[-1]) + 1
+        chosen = self._room.meant_for(sequence._keys[pages])
         for tier in _LOWER_TIERS:
             if mask & (1 << tier):
-                self._room.make(tier, pages.size)
-        batch = self._index.claim_absent(sequence._name_space, sequence.tokens, sequence._keys, first, last, mask)
+                self._room.make(tier, pages.size if chosen is None else int((chosen >> tier & 1).sum()))
+        meant = None if chosen is None else np.full(last - first, tier_mask(Tier.SHARED), dtype=np.uint8)
+        if meant is not None:
+            meant[pages - first] = chosen
+        batch = self._index.claim_absent(
+            sequence._name_space, sequence.tokens, sequence._keys, first, last, mask, meant
+        )
+        self._room.count_meant(batch.outcomes, meant)
         new = batch.outcomes == _NEW
         claims = Plan(batch.pages, np.where(new, SINK, 0).astype(np.uint8), batch.slots, batch.numbers)
         is_new = new.any(axis=1)

@@ -377,6 +377,7 @@ class PageStore:
             while at < len(checked):
                 result = self._index.match_keys_and_pin(checked[at:], kind, self._room.readable)
                 with Match(self._index, result, self._page_tokens) as match:
+                    self._copies.write_used(match)
                     if result.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())
                         target = into[at : at + result.pages]
