@@ -2,8 +2,8 @@
 
 Run `python benchmarks/bench_selective.py --trace FILE [--quick] [--json]` with a Mooncake trace (.jsonl or .jsonl.xz).
 One small page a block, so figures are counts: each request is matched, loaded, and saved where it was not whole. Sizes
-are a share of the trace's distinct blocks, the disk eight times the shared tier. The limit beside it is a store that
-holds everything. Without a trace (`--trace` left out) a stream of prompts is made, half of them one-off.
+are shares of the trace's distinct blocks. The limit beside them is a store that holds everything. Without a trace a
+stream of prompts is made, half of them one-off.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ def made_up(requests: int) -> list[np.ndarray]:
     return out
 
 
-def replay(prompts: list[np.ndarray], *, share: float, write: Literal["through", "selective"]) -> Outcome:
+def replay(
+    prompts: list[np.ndarray], *, shares: tuple[float, float], write: Literal["through", "selective"]
+) -> Outcome:
     """Serve the prompts one after another through a store of a shared and a disk tier."""
     distinct = len(np.unique(np.concatenate(prompts)))
     geometry = PageGeometry.opaque(PAGE_BYTES, page_tokens=1, fingerprint={"bench": "selective"})
-    pages = {"shared": max(64, int(distinct * share)), "disk": max(512, int(8 * distinct * share))}
+    pages = {name: max(64, int(distinct * share)) for name, share in zip(("shared", "disk"), shares, strict=True)}
     shared_bytes, disk_bytes = (VOLUME_OVERHEAD + pages[name] * SLOT_BYTES[name] for name in ("shared", "disk"))
     with (
         tempfile.TemporaryDirectory(prefix="sw-bench-", dir="/dev/shm") as shared,
@@ -109,11 +111,12 @@ def limit(prompts: list[np.ndarray]) -> float:
     return round(hits / accesses, 4)
 
 
-def measure(prompts: list[np.ndarray], shares: tuple[float, ...]) -> Iterator[dict[str, object]]:
-    for share in shares:
+def measure(prompts: list[np.ndarray], sizes: tuple[tuple[float, float], ...]) -> Iterator[dict[str, object]]:
+    most = limit(prompts)
+    for shares in sizes:
         for write in ("through", "selective"):
-            outcome = replay(prompts, share=share, write=write)
-            yield {"share": share, "write": write, "limit": limit(prompts), **vars(outcome)}
+            outcome = replay(prompts, shares=shares, write=write)
+            yield {"shared, disk": shares, "write": write, "limit": most, **vars(outcome)}
 
 
 def main() -> None:
@@ -125,8 +128,8 @@ def main() -> None:
     args = parser.parse_args()
     requests = 200 if args.quick else args.requests
     prompts = made_up(requests) if args.trace is None else read_trace(args.trace, requests)
-    shares = (0.02,) if args.quick else (0.01, 0.02, 0.05)
-    rows = list(measure(prompts, shares))
+    sizes = ((0.1, 0.4),) if args.quick else ((0.02, 0.08), (0.1, 0.4), (0.1, 0.9), (0.25, 0.9))
+    rows = list(measure(prompts, sizes))
     if args.json:
         print(json.dumps(rows, indent=1))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import stepwell as sw
+from sequence_kit import StampEngine, prompt
+from sequence_kit import config as engine_config
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.seen import Seen
@@ -162,6 +164,52 @@ def test_what_was_seen_is_forgotten_by_a_restart(directories: Directories, open_
     rig.store.evict(Tier.SHARED, 100)
     rig.save(chain(2, 3))
     assert on_disk(rig) == 3
+
+
+@pytest.fixture
+def selective_engine(directories: Directories) -> Iterator[StampEngine]:
+    config = engine_config(directories, disk=2)
+    assert config.disk is not None
+    config = msgspec.structs.replace(config, disk=msgspec.structs.replace(config.disk, write="selective"))
+    with sw.PageStore(config) as store:
+        yield StampEngine(store)
+        assert store.check() == ""
+
+
+def test_what_sequences_publish_goes_by_the_same_rule(selective_engine: StampEngine) -> None:
+    store = selective_engine.store
+    selective_engine.cache(prompt(1, 13))
+    stats = store.stats()
+    assert (stats.tiers["shared"].resident, stats.tiers["disk"].resident, stats.held_back_pages) == (3, 0, 3)
+    selective_engine.cache(prompt(1, 13))
+    assert store.flush(timeout=30.0)
+    assert store.stats().tiers["disk"].resident == 3
+    assert store.stats().second_use_pages == 3
+
+
+def test_a_sequence_that_is_suspended_and_resumed_is_one_use(selective_engine: StampEngine) -> None:
+    sequence = selective_engine.serve(prompt(1, 13))
+    selective_engine.land()
+    sequence.suspend()
+    sequence.resume()
+    selective_engine.settle(sequence)
+    sequence.close()
+    assert selective_engine.store.flush(timeout=30.0)
+    assert selective_engine.store.stats().tiers["disk"].resident == 0
+
+
+def test_published_pages_can_be_pinned_before_they_have_left_the_device(selective_engine: StampEngine) -> None:
+    store = selective_engine.store
+    sequence = selective_engine.serve(prompt(1, 13))
+    pin = store.pin(prompt(1, 13), ttl=60.0)
+    assert (pin.tokens, pin.pending) == (0, 12)
+    selective_engine.land()
+    assert store.flush(timeout=30.0)
+    assert pin.kept == 12
+    sequence.close()
+    store.clear()
+    assert pin.kept == 12
+    pin.close()
 
 
 def test_write_through_counts_nothing(open_rig: OpenRig) -> None:

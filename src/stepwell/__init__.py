@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stepwell.pool import LentPool, PoolPointers, PoolSlice
     from stepwell.sequence import Extended, Sequence
     from stepwell.settings import Origin, Settings, from_mapping, load_settings
-    from stepwell.stats import Stats, TierStats
+    from stepwell.stats import Stats, TierStats, Tree
     from stepwell.store import PageStore, Probe, VerifyResult
 
 __all__ = [
@@ -77,6 +77,7 @@ __all__ = [
     "Tier",
     "TierStats",
     "Transfer",
+    "Tree",
     "VerifyResult",
     "diagnose",
     "effective_values",
@@ -103,7 +104,7 @@ _HOMES = {
     "pool": ("LentPool", "PoolPointers", "PoolSlice"),
     "sequence": ("Extended", "Sequence"),
     "settings": ("Origin", "Settings", "from_mapping", "load_settings"),
-    "stats": ("Stats", "TierStats"),
+    "stats": ("Stats", "TierStats", "Tree"),
     "store": ("PageStore", "Probe", "VerifyResult"),
 }
 _MODULES = ("errors", "inspection", "removal", "verification")  # public as wholes

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.errors import StepwellUsageError
-from stepwell.hashing import Keys
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
 from stepwell.mover import Full
 from stepwell.seen import Seen
@@ -65,7 +64,7 @@ class Room:
             raise StepwellUsageError("this store has no host, shared or disk tier to save to")
         return self.keeping
 
-    def meant_for(self, keys: Keys, known: int = 0) -> npt.NDArray[np.uint8] | None:
+    def meant_for(self, keys: npt.NDArray[np.uint8], known: int = 0) -> npt.NDArray[np.uint8] | None:
         """Say which tiers each page of a save is meant for.
 
         Args:

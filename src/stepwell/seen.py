@@ -1,8 +1,8 @@
 """Remember which pages were saved once: what selective disk writes go by, when a page comes again.
 
-A page that is written to disk at its first save and never asked for again has worn the disk for nothing: of the
-blocks of the Mooncake conversation trace three in four are such. A page that is still in shared memory when it is found a second time
-needs no memory; one that has left it since is known by this.
+A page that is written to disk at its first save and never asked for again has worn the disk for nothing: of the blocks
+of the Mooncake conversation trace three in four are such. A page that is still in shared memory when it is found a
+second time needs no memory; one that has left it since is known by this.
 """
 
 from __future__ import annotations

@@ -766,8 +766,9 @@ class Sequences:
         for tier in _LOWER_TIERS:
             if mask & (1 << tier):
                 self._room.make(tier, pages.size if chosen is None else int((chosen >> tier & 1).sum()))
-        meant = None if chosen is None else np.full(last - first, tier_mask(Tier.SHARED), dtype=np.uint8)
-        if meant is not None:
+        meant = None
+        if chosen is not None:
+            meant = np.full(last - first, tier_mask(Tier.SHARED), dtype=np.uint8)
             meant[pages - first] = chosen
         batch = self._index.claim_absent(
             sequence._name_space, sequence.tokens, sequence._keys, first, last, mask, meant

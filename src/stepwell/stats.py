@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from stepwell.index import Miss, Tier
 
 MISS_REASONS: Final = ("absent", "pending", "deadline", "corrupt", "epoch", "foreign-gone", "full", "poisoned")
@@ -72,6 +75,34 @@ class Stats:
     held_back_pages: int
     second_use_pages: int
     poisoned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The radix tree at one moment: a row is an edge, a stretch of pages without a branch; parents come first.
+
+    parents: int32[n], the row of the edge that it continues, -1 behind a root. namespaces: uint32[n], numbers in the
+    order in which the store met them. epochs: uint64[n]. first_pages, pages: uint32[n], the depth of the first page and
+    how many lie on the edge. pages_below: uint64[n], pages on it and on everything below it, shown or not.
+    resident: uint32[n, 4], pages resident in each Tier; a page may be in several, and a recovered page is in the tree
+    once it has been looked up.
+    edges, tree_pages: of the whole tree.
+    """
+
+    parents: npt.NDArray[np.int32]
+    namespaces: npt.NDArray[np.uint32]
+    epochs: npt.NDArray[np.uint64]
+    first_pages: npt.NDArray[np.uint32]
+    pages: npt.NDArray[np.uint32]
+    pages_below: npt.NDArray[np.uint64]
+    resident: npt.NDArray[np.uint32]
+    edges: int
+    tree_pages: int
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether edges were left out: those with the fewest pages on and below them."""
+        return self.edges > len(self.parents)
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ from stepwell.pins import Pinned, Pins
 from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend, lend_canonical
 from stepwell.room import Room
 from stepwell.seen import Seen
-from stepwell.stats import Counters, Stats, TierStats
+from stepwell.stats import Counters, Stats, TierStats, Tree
 from stepwell.tiers.base import PageTier
 from stepwell.tiers.disk import DiskVolumes
 from stepwell.tiers.host import HostSlab
@@ -732,6 +732,20 @@ class PageStore:
                 pinned_pages=self._index.held_pages(),
                 poisoned=False,
             )
+
+    def tree(self, *, most: int = 4096) -> Tree:
+        """Show the tree of cached prefixes: the `most` edges with the most pages on and below them.
+
+        Args:
+            most: edges, 1 to 65536. A chosen edge's parents are chosen too.
+
+        Cost: every lookup and save waits meanwhile: about 30 ns for each edge of the tree, and as much for each page of
+        the chosen edges. For a report or a debugger, not for a loop.
+        """
+        self._use()
+        if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= 65536:
+            raise StepwellUsageError(f"most: {most!r} is no number of edges within 1..65536")
+        return Tree(*self._index.tree(most))
 
     def check(self) -> str:
         """Verify the index's invariants by a full scan; "" or what is wrong. For tests and `verify`."""
