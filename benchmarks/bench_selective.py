@@ -24,7 +24,7 @@ from stepwell.geometry import PageGeometry
 from stepwell.store import PageStore
 
 PAGE_BYTES = 64
-SLOT_BYTES = {"shared": 336, "disk": 4416}  # what a page of 64 bytes takes with its record, about
+SLOT_BYTES = {"shared": 276, "disk": 724}  # what a page of 64 bytes takes with its record, about
 VOLUME_OVERHEAD = 96 << 10
 
 

@@ -76,7 +76,7 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
   std::mt19937 rng(seed);
   std::vector<Claim> claims;
   std::vector<PageId> pins;
-  std::vector<uint64_t> leases;
+  std::vector<uint64_t> leases, holds;
   const auto choose = [&](size_t n) { return static_cast<size_t>(rng() % n); };
   const auto take = [&](const Claim& claim, bool with_slot) {
     const Event event{the_clock.fetch_add(1),           true,       claim.page,
@@ -120,6 +120,10 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
       REQUIRE(index->release(leases.back()));
       leases.pop_back();
     }
+    while (holds.size() > choose(2)) {
+      REQUIRE(index->unhold(holds.back()));
+      holds.pop_back();
+    }
     while (pins.size() > choose(4)) {
       index->unpin_pages(&pins.back(), 1);
       pins.pop_back();
@@ -127,7 +131,7 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
     const size_t c = choose(chains->size());
     const std::vector<int32_t>& tokens = (*chains)[c];
     const uint32_t total = static_cast<uint32_t>(tokens.size());
-    switch (choose(8)) {
+    switch (choose(10)) {
       case 0:
       case 1: {
         const MatchResult match = index->match_and_pin(0, tokens.data(), tokens.size(), kAll);
@@ -175,6 +179,27 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
         }
         break;
       }
+      case 6: {
+        const HoldResult held = index->hold(0, tokens.data(), 1 + choose(tokens.size()), 6);
+        if (held.hold != 0) holds.push_back(held.hold);
+        TreeEdges edges;
+        index->tree(4, &edges);
+        for (size_t row = 0; row < edges.parents.size(); ++row) REQUIRE(edges.parents[row] < static_cast<int>(row));
+        break;
+      }
+      case 7: {
+        const MatchResult match = index->match_and_pin(0, tokens.data(), tokens.size(), kAll);
+        if (match.lease == 0) break;
+        leases.push_back(match.lease);
+        ClaimBatch batch;
+        index->claim_copies(match.lease, Tier::kShared, Tier::kDisk, 2, &batch);
+        for (size_t i = 0; i < batch.pages.size(); ++i) {
+          const size_t column = i * kTiers + static_cast<size_t>(Tier::kDisk);
+          take({batch.pages[i], Tier::kDisk, batch.slots[column], batch.numbers[column], false}, true);
+          pins.push_back(batch.pages[i]);
+        }
+        break;
+      }
       default:
         for (int n = 0; n < 2 && !claims.empty(); ++n) {
           const size_t which = choose(claims.size());
@@ -186,6 +211,7 @@ void run_claimant(Index* index, const std::vector<std::vector<int32_t>>* chains,
   }
   for (const Claim& claim : claims) settle(claim);
   for (const uint64_t lease : leases) REQUIRE(index->release(lease));
+  for (const uint64_t hold : holds) REQUIRE(index->unhold(hold));
   index->unpin_pages(pins.data(), pins.size());
 }
 
@@ -317,6 +343,102 @@ TEST_CASE("a recovered chain ranks by its last use, ancestors with their descend
   CHECK(accepted[0] == 0);
   CHECK(accepted[1] == 0);
   CHECK(index.check() == "");
+}
+
+namespace {
+
+// A chain of pages that are resident in `tier`, in slots 0, 1, ...
+std::vector<PageId> make_resident_chain(Index* index, const std::vector<int32_t>& tokens, Tier tier) {
+  const std::vector<Key> keys = chain_keys(tokens, 1);
+  ClaimBatch batch;
+  index->claim_absent(0, tokens.data(), keys.data(), 0, static_cast<uint32_t>(keys.size()), mask(tier), &batch);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const size_t column = i * kTiers + static_cast<size_t>(tier);
+    REQUIRE(batch.outcomes[column] == ClaimOutcome::kNew);
+    REQUIRE(index->commit(batch.pages[i], tier, batch.numbers[column]) == Status::kOk);
+  }
+  index->unpin_pages(batch.pages.data(), batch.pages.size());
+  return batch.pages;
+}
+
+}  // namespace
+
+TEST_CASE("a held page may leave shared memory once an adopted volume has it, and not before") {
+  const std::vector<int32_t> tokens = {1, 2, 3};
+  Index index(1);
+  index.open_namespace(nullptr);
+  index.add_slots(Tier::kShared, 0, 4);
+  index.add_slots(Tier::kDisk, 0, 4);
+  const std::vector<PageId> pages = make_resident_chain(&index, tokens, Tier::kShared);
+  const HoldResult held = index.hold(0, tokens.data(), 3, 3);
+  CHECK(held.pages == 3);
+  std::vector<uint32_t> slots;
+  index.take_victims(Tier::kShared, 3, kNoSlot, &slots);
+  CHECK(slots.empty());
+  std::vector<Label> labels(3);
+  index.labels(pages.data(), 3, labels.data());
+  const std::array<uint32_t, 2> disk_slots = {0, 1};
+  const std::array<uint64_t, 2> stamps = {1, 2};
+  std::array<uint8_t, 2> accepted{};
+  index.recover(Tier::kDisk, disk_slots.data(), labels.data(), stamps.data(), 2, accepted.data());
+  CHECK(accepted == std::array<uint8_t, 2>{1, 1});
+  CHECK(index.check() == "");
+  CHECK(index.counts(Tier::kShared).held == 1);  // the third page, which the volume does not have
+  index.take_victims(Tier::kShared, 3, kNoSlot, &slots);
+  CHECK(slots.size() == 2);
+  CHECK(index.counts(Tier::kDisk).held == 2);
+  CHECK(index.check() == "");
+  CHECK(index.unhold(held.hold));
+  CHECK_FALSE(index.unhold(held.hold));
+  CHECK(index.check() == "");
+}
+
+TEST_CASE("a held copy on its way out comes back when the last other one is damaged or lost") {
+  const std::vector<int32_t> tokens = {1};
+  for (const bool is_lost : {false, true}) {
+    Index index(1);
+    index.open_namespace(nullptr);
+    index.add_slots(Tier::kShared, 0, 1);
+    index.add_slots(Tier::kDisk, 0, 1);
+    const PageId page = make_resident_chain(&index, tokens, Tier::kShared)[0];
+    CHECK(make_resident_chain(&index, tokens, Tier::kDisk)[0] == page);
+    const HoldResult held = index.hold(0, tokens.data(), 1, 1);
+    std::vector<Victim> victims;
+    index.claim_victims(Tier::kShared, 1, kNoSlot, &victims);
+    REQUIRE(victims.size() == 1);
+    std::vector<uint32_t> slots;
+    index.take_victims(Tier::kDisk, 1, kNoSlot, &slots);
+    CHECK(slots.empty());
+    if (is_lost) {
+      index.take_victims(Tier::kDisk, 1, kNoSlot, &slots, true);
+      CHECK(slots.size() == 1);
+    } else {
+      CHECK(index.quarantine(page, Tier::kDisk, 0));
+    }
+    CHECK(index.finish(page, Tier::kShared, victims[0].number) == Status::kStale);
+    CHECK(index.counts(Tier::kShared).held == 1);
+    CHECK(index.check() == "");
+    CHECK(index.unhold(held.hold));
+    CHECK(index.check() == "");
+  }
+}
+
+TEST_CASE("ending a hold of a long chain costs one pass over it") {
+  constexpr uint32_t kPages = 40000;
+  std::vector<int32_t> tokens(kPages);
+  for (uint32_t i = 0; i < kPages; ++i) tokens[i] = static_cast<int32_t>(i);
+  Index index(1);
+  index.open_namespace(nullptr);
+  index.add_slots(Tier::kShared, 0, kPages);
+  make_resident_chain(&index, tokens, Tier::kShared);
+  const HoldResult held = index.hold(0, tokens.data(), kPages, kPages);
+  CHECK(held.pages == kPages);
+  CHECK(index.unhold(held.hold));  // a pass for each page would take minutes under a sanitizer
+  std::vector<uint32_t> order;
+  index.rank_order(Tier::kShared, &order);
+  REQUIRE(order.size() == kPages);
+  CHECK(order.front() == kPages - 1);  // deepest first
+  CHECK(order.back() == 0);
 }
 
 TEST_CASE("slots of one batch lie together where a run is free") {
