@@ -295,3 +295,20 @@ def test_a_lost_range_takes_its_pinned_pages_along(open_rig: OpenRig) -> None:
     index.free_slots(Tier.SHARED, slots)
     assert (slots.size, pin.kept, index.check()) == (3, 0, "")
     pin.close()
+
+
+def test_a_volume_that_another_process_took_is_let_go_pins_or_not(directories: Directories, open_rig: OpenRig) -> None:
+    clock = ManualClock()
+    rig = open_rig(shared=VOLUME_BYTES, disk=0, clock=clock)
+    tokens = chain(1, 3)
+    rig.save(tokens)
+    pin = rig.store.pin(tokens, ttl=3600.0)
+    (lock,) = directories.shared.glob("v-*.lock")
+    lock.unlink()  # somebody tidied up
+    second = open_rig(shared=VOLUME_BYTES, disk=0)
+    assert second.load(tokens) == 3
+    clock.advance(10.0)
+    rig.round()
+    assert rig.store.stats().tiers["shared"].capacity == 0
+    assert pin.kept == 0
+    pin.close()

@@ -187,6 +187,15 @@ def test_what_sequences_publish_goes_by_the_same_rule(selective_engine: StampEng
     assert store.stats().second_use_pages == 3
 
 
+def test_what_a_sequence_computes_anew_goes_to_disk_at_once(selective_engine: StampEngine) -> None:
+    store = selective_engine.store
+    selective_engine.cache(prompt(1, 13))
+    store.clear()
+    selective_engine.cache(prompt(1, 13))
+    stats = store.stats()
+    assert (stats.tiers["shared"].resident, stats.tiers["disk"].resident, stats.second_use_pages) == (3, 3, 3)
+
+
 def test_a_sequence_that_is_suspended_and_resumed_is_one_use(selective_engine: StampEngine) -> None:
     sequence = selective_engine.serve(prompt(1, 13))
     selective_engine.land()

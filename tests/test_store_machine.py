@@ -16,6 +16,7 @@ from stepwell.config import StoreConfig
 from stepwell.hashing import Namespace, prefix_hashes
 from stepwell.index import Tier
 from stepwell.lease import Match
+from stepwell.pins import Pinned
 from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, assert_whole
 
 NAMESPACES = (None, Namespace(adapter="a"), Namespace(salt="a"))
@@ -39,6 +40,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.here: set[tuple[int, bytes]] = set()
         self.epoch = 0
         self.leases: list[Match] = []
+        self.pins: list[tuple[Pinned, set[tuple[int, bytes]]]] = []
 
     @initialize(host=st.booleans(), shared=st.booleans())
     def begin(self, host: bool, shared: bool) -> None:
@@ -86,6 +88,23 @@ class StoreMachine(RuleBasedStateMachine):
     def let_go(self, which: int) -> None:
         self.leases.pop(which % len(self.leases)).close()
 
+    @rule(path=paths, namespace=namespaces)
+    def pin(self, path: list[int], namespace: Namespace | None) -> None:
+        """A pin covers the prefix that is there; what is saved behind it later is not pinned."""
+        pin = self.rig.store.pin(tokens_of(path), ttl=3600.0, namespace=namespace)
+        covered = self.keys(path, namespace)[: self.expected(path, namespace)]
+        if pin.full is None:
+            assert (pin.tokens, pin.pending) == (len(covered) * PAGE_TOKENS, 0)
+            self.pins.append((pin, set(covered)))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 100))
+    def unpin(self, which: int) -> None:
+        self.pins.pop(which % len(self.pins))[0].close()
+
+    def pinned(self) -> set[tuple[int, bytes]]:
+        return set().union(*(covered for _, covered in self.pins))
+
     @rule(pages=st.integers(0, 20), tier=st.sampled_from([Tier.HOST, Tier.SHARED]))
     def evict(self, pages: int, tier: Tier) -> None:
         """What leaves the tiers above is still on disk."""
@@ -94,23 +113,26 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.leases)
     @rule(path=paths, namespace=namespaces, keep=st.integers(0, 3))
     def forget(self, path: list[int], namespace: Namespace | None, keep: int) -> None:
-        """The named pages past `keep` go from every tier; a chain that went through them ends at the gap."""
+        """The named pages past `keep` go from every tier, but for pinned ones; a chain through them ends at the gap."""
         self.rig.store.flush()
         self.rig.store.forget(tokens_of(path), namespace=namespace, keep=keep * PAGE_TOKENS)
-        self.here.difference_update(self.keys(path, namespace)[keep:])
+        self.here.difference_update(set(self.keys(path, namespace)[keep:]) - self.pinned())
 
     @precondition(lambda self: not self.leases)
     @rule()
     def clear(self) -> None:
         self.rig.store.flush()
         self.rig.store.clear()
-        self.here.clear()
+        self.here &= self.pinned()
 
     @rule(epoch=st.integers(0, 2))
     def set_epoch(self, epoch: int) -> None:
         """Pages of another epoch are misses; those of an epoch that comes back are there again."""
         self.rig.store.flush()
         self.rig.store.set_epoch(epoch)
+        if epoch != self.epoch:
+            assert all(pin.closed for pin, _ in self.pins)
+            self.pins.clear()
         self.epoch = epoch
 
     @rule()
@@ -123,6 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_all_go()
         if hasattr(self, "rig"):
             self.rig.close()
+        self.pins.clear()
         self.rig = Rig(self.config(), slots=8)
         self.here = {page for page in self.here if page[0] == self.epoch}
 
@@ -132,6 +155,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert_whole(self.rig.store)
             assert self.rig.pages(Tier.DISK) == len(self.here)
             assert self.rig.store.stats().checksum_failures == 0
+            assert self.rig.store.stats().pinned_pages == len(self.pinned())
+            assert all(pin.kept == len(covered) * PAGE_TOKENS for pin, covered in self.pins)
 
     def let_all_go(self) -> None:
         for match in self.leases:
