@@ -131,7 +131,8 @@ def main() -> None:
     sizes = ((0.1, 0.4),) if args.quick else ((0.02, 0.08), (0.1, 0.4), (0.1, 0.9), (0.25, 0.9))
     rows = list(measure(prompts, sizes))
     if args.json:
-        print(json.dumps(rows, indent=1))
+        trace = "made up" if args.trace is None else args.trace.name
+        print(json.dumps({"trace": trace, "requests": len(prompts), "runs": rows}, indent=1))
         return
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
