@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
@@ -276,6 +276,22 @@ class PageStore:
         self._counters.looked_up(asked, match.tiers, match.miss, result.pending)
         self._copies.write_used(match)
         return match
+
+    def cached(self, tokens: Tokens, *, tiers: Collection[Tier], namespace: Namespace | None = None) -> int:
+        """Say how many leading tokens some tiers hold now, the device too: for a scheduler, or to look.
+
+        Nothing is pinned, touched or counted, so that a moment later it may be otherwise.
+
+        Args: tokens, namespace: as in match. tiers: each page is in at least one of them.
+        Returns: tokens of whole pages.
+        Raises: TokenError: tokens of a wrong dtype or range.
+        Cost: as match.
+        """
+        self._use()
+        checked = as_tokens(tokens)
+        name_space, _ = self._namespace(namespace)
+        pages, _ = self._index.match_length(name_space, checked, tier_mask(*tiers))
+        return int(pages) * self._page_tokens
 
     def load(
         self,

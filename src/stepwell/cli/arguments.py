@@ -28,3 +28,11 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="over the file and STEPWELL_* variables, e.g. shared.capacity=8GiB; disk=none leaves a tier out",
     )
+
+
+def rate(text: str) -> float:
+    """Read a finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return value

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 
-from stepwell.cli.arguments import Commands, positive
+from stepwell.cli.arguments import Commands, positive, rate
 
 NAMED_MODELS = ("auto", "smollm2", "random")
 
@@ -40,6 +40,19 @@ def add(commands: Commands) -> None:
     parser.add_argument("--requests", type=positive, metavar="N", help="how many requests to serve")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and their prompts (default 0)")
     parser.add_argument("--directory", metavar="DIR", help="where the disk tier lies (default: a temporary directory)")
+    parser.add_argument(
+        "--report",
+        metavar="FILE.html",
+        help="write an HTML report of the run: one file, nothing loaded from anywhere. Takes some seconds more, to "
+        "measure loads and computations with nothing else running",
+    )
+    parser.add_argument(
+        "--gpu-tokens-per-second",
+        type=rate,
+        metavar="N",
+        help="for the report: a device that computes N prompt tokens of this model a second is modelled beside what is "
+        "measured",
+    )
     parser.set_defaults(run=lambda options: run(parser, options))
 
 
@@ -62,6 +75,12 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             os.makedirs(options.directory, mode=0o700, exist_ok=True)
     except OSError as error:
         parser.error(f"--directory {options.directory}: {error.strerror}")
+    if options.gpu_tokens_per_second is not None and options.report is None:
+        parser.error("--gpu-tokens-per-second is for the report: give --report FILE.html too")
+    if options.report is not None:
+        folder = os.path.dirname(os.path.abspath(options.report))
+        if os.path.isdir(options.report) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+            parser.error(f"--report {options.report}: no file can be written there")
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"stepwell demo needs {' and '.join(missing)}: pip install 'stepwell[demo]'", file=sys.stderr)
@@ -83,6 +102,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 requests=options.requests,
                 seed=options.seed,
                 directory=options.directory,
+                report=options.report,
+                gpu_tokens_per_second=options.gpu_tokens_per_second,
             )
         )
     except (ModelError, GgufError, PromptsError, TraceError) as error:

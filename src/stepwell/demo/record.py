@@ -107,6 +107,16 @@ class Record:
             raise KeyError(f"request {request} was not finished")
         return answer
 
+    def sequence(self, request: int) -> Tokens:
+        """Return the prompt and the answer of a finished request.
+
+        Raises: KeyError where it was not served.
+        """
+        prompt = self.served[request].prompt
+        if prompt is None:
+            raise KeyError(f"request {request} was not finished")
+        return np.concatenate([prompt, self.answer(request)])
+
     def answered_tokens(self) -> int:
         """Return how many tokens all answers have."""
         return sum(served.answer.size for served in self.served.values() if served.answer is not None)

@@ -22,10 +22,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from stepwell.demo.models import Conversations, ModelError, find_model, read_conversations
 from stepwell.demo.record import Comparison, Record, compare
-from stepwell.demo.scenario import Scenario, Served, Sizes, Summary, requests_of
+from stepwell.demo.results import TIERED, Answer, Check, Moment, Report, look_at_machine, now
+from stepwell.demo.scenario import Measured, Scenario, Served, Sizes, Summary, TreeEdge, requests_of
 from stepwell.demo.talk import Talk, TalkProgress
 from stepwell.demo.transformer import ModelConfig
 from stepwell.demo.workload import Request, longest_conversation, save_requests
@@ -34,16 +36,16 @@ TOLERANCE = 1e-3
 """Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a
 prefill in the other."""
 
-TIERED = ("served", "shared", "disk")
-"""The acts that are served through all four tiers, the negative control apart."""
-
 KILL_AFTER = 3
 WARM_REQUESTS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line asked for. model: "auto", "smollm2", "random", or the path of a GGUF file."""
+    """What the command line asked for. model: "auto", "smollm2", "random", or the path of a GGUF file.
+
+    report: the file that becomes an HTML report of the run. gpu_tokens_per_second: of the device it is to model.
+    """
 
     quick: bool = False
     as_json: bool = False
@@ -53,53 +55,8 @@ class DemoOptions:
     requests: int | None = None
     seed: int = 0
     directory: str | None = None
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that must hold. equal, close: positions compared."""
-
-    name: str
-    holds: bool
-    detail: str
-    equal: int = 0
-    close: int = 0
-
-
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """When something happened: seconds since the demo began.
-
-    what: "started" (a process), "serving" (its times count from here), "served", "killed", "ended", "removed" (the
-    shared memory).
-    """
-
-    at: float
-    act: str
-    what: str
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation, as the act "served" answered it. turn: from 1."""
-
-    request: int
-    user: str
-    turn: int
-    said: str
-    answer: str
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a demo. answers: of a model with a vocabulary."""
-
-    ok: bool
-    seconds: float
-    model: str
-    requests: int
-    trace: str | None
-    notes: list[str]
-    checks: list[Check]
-    runs: dict[str, Summary]
-    answers: list[Answer]
-    moments: list[Moment]
+    report: str | None = None
+    gpu_tokens_per_second: float | None = None
 
 
 class ActError(Exception):
@@ -131,6 +88,15 @@ class Acts:
                 if "summary" in message:
                     return msgspec.convert(message["summary"], Summary)
         raise ActError(f"{title}: the process ended without a summary")
+
+    def measure(self, name: str, title: str, **changes: object) -> list[Measured]:
+        """Run the act that measures loads and computations with nothing else running."""
+        scenario = self.scenario(name, measure=True, picture=False, requests=0, **changes)
+        with self._process(name, scenario, title) as lines:
+            for message in lines:
+                if "measured" in message:
+                    return msgspec.convert(message["measured"], list[Measured])
+        raise ActError(f"{title}: the process ended without measuring")
 
     def run_and_kill(self, name: str, title: str, **changes: object) -> Summary:
         """Run one act, let it serve on, and kill it with SIGKILL in mid-work."""
@@ -204,7 +170,9 @@ class Acts:
 
     def _hear(self, name: str, task: TaskID, message: dict[str, object]) -> None:
         """Take what a process says on to who shows it."""
-        if "ready" in message:
+        if "opened" in message:
+            self.note(name, "opened")
+        elif "ready" in message:
             self.note(name, "serving")
         elif "summary" in message:
             self.note(name, "served")
@@ -227,7 +195,7 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(stderr=options.as_json)
     if not console.is_terminal:
         console = Console(stderr=options.as_json, width=120)
-    started = time.perf_counter()
+    started, begun = time.perf_counter(), now()
     path, why = find_model(options.model if options.trace is None else "random")
     if path is None and options.prompts is not None:
         raise ModelError(f"--prompts need a model with a vocabulary, and this one has {why}")
@@ -241,6 +209,7 @@ def run_demo(options: DemoOptions) -> int:
         shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         stack.callback(shutil.rmtree, shared, ignore_errors=True)
         base = _base(options, told, shared=shared / "tier", disk=disk, work=work)
+        machine = look_at_machine(shared, disk)
         notes = _notes(base, why)
         for note in notes:
             console.print(f"  {note}", style="dim", highlight=False)
@@ -252,11 +221,13 @@ def run_demo(options: DemoOptions) -> int:
                 console.print("dequantising the weights ...", highlight=False, style="bold")
                 _unpack(told, work / "weights")
             checks, runs = _play(acts, base, travels=options.prompts is None)
+            measured = [] if options.report is None else _measure(acts, base)
         except ActError as failure:
             progress.stop()
             console.print(f"[bold red]failed:[/] {failure}", markup=True)
             return 1
         answers = [] if told is None else _answers(told, Record.load(work / "served.npz"))
+        runs = runs if told is None else {name: _labelled(run, told) for name, run in runs.items()}
     report = Report(
         ok=all(check.holds for check in checks),
         seconds=time.perf_counter() - started,
@@ -268,11 +239,20 @@ def run_demo(options: DemoOptions) -> int:
         runs=runs,
         answers=answers,
         moments=acts.moments,
+        begun=begun,
+        page_tokens=base.config.page_tokens,
+        page_bytes=base.config.geometry().page_bytes,
+        sizes=base.sizes,
+        machine=machine,
+        measured=measured,
+        gpu_tokens_per_second=options.gpu_tokens_per_second,
     )
     if options.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
         _print(console, report)
+    if options.report is not None and not _write_report(console, report, Path(options.report)):
+        return 1
     return 0 if report.ok else 1
 
 
@@ -283,6 +263,18 @@ def _unpack(told: Conversations, folder: Path) -> None:
         unpack_weights(told.file, told.config, folder)
     except OSError as cause:
         raise ModelError(f"the weights in float32 do not go into {folder}: {cause}; set TMPDIR") from cause
+
+
+def _write_report(console: Console, report: Report, path: Path) -> bool:
+    from stepwell.demo.report import write_report
+
+    try:
+        write_report(report, path)
+    except OSError as error:
+        console.print(Text(f"  the report was not written: {error}", style="red"))
+        return False
+    console.print(Text(f"  report: {path}"))
+    return True
 
 
 def _base(options: DemoOptions, told: Conversations | None, *, shared: Path, disk: Path, work: Path) -> Scenario:
@@ -306,6 +298,7 @@ def _base(options: DemoOptions, told: Conversations | None, *, shared: Path, dis
         disk_path=str(disk),
         compilation_cache=str(cache),
         record=str(work / "record.npz"),
+        picture=options.report is not None,
     )
     if told is None:
         return base
@@ -415,6 +408,11 @@ def _play(acts: Acts, base: Scenario, *, travels: bool) -> tuple[list[Check], di
     return checks, runs
 
 
+def _measure(acts: Acts, base: Scenario) -> list[Measured]:
+    served = str(Path(base.record).with_name("served.npz"))
+    return acts.measure("measured", "for the report: measure loads and computations alone", history=served)
+
+
 def _same_answers(ours: Record, records: dict[str, Record]) -> Check:
     """Hold what greedy decoding chose, in every act but the negative control, against the answers that were served."""
     compared, other = 0, []
@@ -444,6 +442,12 @@ def _answers(told: Conversations, record: Record) -> list[Answer]:
         )
         for request in sorted(record.finished())
     ]
+
+
+def _labelled(run: Summary, told: Conversations) -> Summary:
+    """Give the edges of a tree the text that they begin with."""
+    tree: list[TreeEdge] = [msgspec.structs.replace(edge, label=told.chat.text(edge.tokens)) for edge in run.tree]
+    return msgspec.structs.replace(run, tree=tree)
 
 
 def _compared(name: str, result: Comparison) -> Check:

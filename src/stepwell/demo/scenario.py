@@ -38,6 +38,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     replay: a record whose answers are given again; history: one that only has the earlier turns. serve_on: after the
     record is saved, serve other requests until killed.
     swap_staged_page: the negative control: two pages on their way to the device change places, behind every check.
+    picture: the summary has the radix tree. measure: serve nothing; measure loads and computations alone (measure.py).
     """
 
     mode: Mode
@@ -59,6 +60,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     history: str | None = None
     serve_on: bool = False
     swap_staged_page: bool = False
+    picture: bool = False
+    measure: bool = False
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +81,31 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float
     admitted: float
     finished: float
+
+
+class TreeEdge(msgspec.Struct, frozen=True, kw_only=True):
+    """One edge of the radix tree of what an act served: whole pages between two forks.
+
+    parent: its place in the list, None at the root; first_page: how deep it begins; sequences: how many have it;
+    nearest: runs of (the fastest tier that holds them, pages), "" where none does; tokens: its first ones; label: their
+    text, where there is a vocabulary.
+    """
+
+    parent: int | None
+    first_page: int
+    pages: int
+    sequences: int
+    nearest: list[tuple[str, int]]
+    tokens: list[int]
+    label: str = ""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a prefix took to be on the device while nothing else ran. source: its tier, or "computed"."""
+
+    source: str
+    tokens: int
+    seconds: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +128,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     opened: float
     seconds: float
     served: list[Served]
+    tree: list[TreeEdge] = []
 
 
 def requests_of(scenario: Scenario) -> tuple[list[Request], Trace | None]:

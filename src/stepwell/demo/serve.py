@@ -1,7 +1,8 @@
 """Run one serving process of the demo: `python -m stepwell.demo.serve SCENARIO`, JSON lines on standard output.
 
-    {"ready": seconds}  {"token": n, "of": request} ...  {"served": {...}, "answer": [...]} ...  {"summary": {...}}
-    {"serving_on": true}  {"served_on": request} ... until killed
+    {"opened": seconds}  {"ready": seconds}  {"token": n, "of": request} ...  {"served": {...}, "answer": [...]} ...
+    {"summary": {...}}  {"serving_on": true}  {"served_on": request} ... until killed
+    {"measured": [...]} in place of all but the first two, where the scenario is to measure
 
 Tokens are said as they are chosen, where the requests are texts.
 """
@@ -17,9 +18,11 @@ import numpy as np
 
 from stepwell import DeviceTier, DiskTier, PageStore, SharedTier, StoreConfig
 from stepwell.demo.engine import Engine, Running
+from stepwell.demo.measure import measure
 from stepwell.demo.record import Record
 from stepwell.demo.scenario import Scenario, Served, Summary, requests_of
 from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cache, load_weights, make_model
+from stepwell.demo.tree import draw_tree
 from stepwell.demo.turns import Turns
 from stepwell.demo.workload import Request, conversations
 
@@ -123,8 +126,13 @@ def main(argument: str) -> int:
 
             swap_staged_pages(store)
         totals.opened = time.perf_counter() - started
+        say(opened=totals.opened)
         warm_up(store, model, scenario.sizes.batch)
         say(ready=time.perf_counter() - started)
+        if scenario.measure:
+            assert history is not None, "what is loaded is what was served"
+            say(measured=measure(store, model, history))
+            return 0
         record = Record()
 
         def finished(running: Running) -> None:
@@ -160,7 +168,12 @@ def main(argument: str) -> int:
         totals.seconds = time.perf_counter() - began
         store.flush(30.0)
         record.save(Path(scenario.record))
-        say(summary=summarize(store, scenario, engine, done, totals))
+        summary = summarize(store, scenario, engine, done, totals)
+        if scenario.picture and scenario.mode == "tiers":
+            sequences = [record.sequence(one.request) for one in done]
+            tree = draw_tree(store, sequences, page_tokens=config.page_tokens)
+            summary = msgspec.structs.replace(summary, tree=tree)
+        say(summary=summary)
         if scenario.serve_on:
             say(serving_on=True)
             _serve_until_killed(scenario, store, model)
