@@ -61,6 +61,8 @@ def _at(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
+_LEAST = 1e-9  # a nanosecond; no value that is shown is finer
+
 # ---- scales ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,12 +102,12 @@ def nice_step(least: float) -> float:
 def linear(values: Sequence[float], start: float, end: float) -> Scale:
     """Return a scale from 0 that holds all values, whatever they are."""
     high = max(values, default=0.0)
-    return Scale(0.0, high if high > 0 else 1.0, start, end)
+    return Scale(0.0, high if high > _LEAST else 1.0, start, end)
 
 
 def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
     """Return a scale over whole powers of ten that holds all values above 0."""
-    positive = [value for value in values if value > 0] or [1e-3, 1.0]
+    positive = [max(value, _LEAST) for value in values if value > 0] or [1e-3, 1.0]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     return Scale(10.0**low, 10.0 ** max(high, low + 1), start, end, is_log=True)
 

@@ -25,6 +25,7 @@ from stepwell.demo.results import TIERED, TIERS, Report
 from stepwell.demo.scenario import Served, TreeEdge
 
 LEFT, RIGHT = 64.0, WIDTH - 16.0
+MOST_MARKS = 800
 
 
 def listed(tokens: dict[str, int]) -> str:
@@ -275,6 +276,7 @@ def traffic_points(report: Report) -> list[tuple[str, int, float, int]]:
 def in_traffic(report: Report) -> str:
     """Draw what each request met in traffic, one mark a request."""
     points = traffic_points(report)
+    points = points[:: -(-len(points) // MOST_MARKS) or 1]
     drawing = Drawing(
         "in-traffic",
         "What requests waited in traffic, by length",
@@ -353,8 +355,8 @@ def _edge_label(drawing: Drawing, edge: TreeEdge, left: float, width: float, y: 
 
 
 def beginning(edge: TreeEdge) -> str:
-    """Return what an edge begins with: text, or tokens where there is no vocabulary."""
-    text = " ".join(edge.label.split())
+    """Return what an edge begins with: some text, or tokens where there is no vocabulary."""
+    text = " ".join(edge.label.split())[:160]
     return text or "tokens " + " ".join(str(token) for token in edge.tokens)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import os
 from pathlib import Path
@@ -20,11 +21,12 @@ from stepwell.demo.charts import count, duration, escape, percent, size
 from stepwell.demo.markup import MARKS, POLICY, STYLE, behind, figure, fills, key, paragraph, section, table
 from stepwell.demo.results import TIERED, TIERS, Report
 from stepwell.demo.scenario import Served
+from stepwell.demo.tree import MOST_EDGES
 
 MOST_ROWS = 100
 """Rows of a table; what it leaves out is in the embedded JSON."""
 
-MOST_EMBEDDED = 400
+MOST_EMBEDDED = 200
 """Requests and edges of an act in the embedded JSON: a long trace must not make a file of many MB."""
 
 
@@ -278,7 +280,8 @@ def _load_or_compute(report: Report) -> str:
         "<h3>In traffic</h3>",
         paragraph(
             "What the requests of the run met. This is not the speed of a tier: a request also waits for the steps of "
-            "others in its batch, and for room. Each is put under the tier that held most of its prefix."
+            "others in its batch, and for room. Each is put under the tier that held most of its prefix. Of more than "
+            f"{count(figures.MOST_MARKS)} every n-th is shown."
         ),
         key(fills(*SOURCES), shapes=MARKS, what="marks"),
         figure(figures.in_traffic(report)),
@@ -340,7 +343,8 @@ def _tree(report: Report) -> str:
         paragraph(
             "What the sequences of an act share, at its end. Down is deeper into the prompt, an edge is as wide as all "
             "pages from it downwards, and its colour is the fastest tier from which a request would get the page; 4× "
-            "says that four sequences share it. Point at an edge for what it holds."
+            "says that four sequences share it. Point at an edge for what it holds. Of a larger tree the "
+            f"{MOST_EDGES} edges with most pages below them are shown."
         )
         if acts
         else paragraph("No picture of the tree was taken in this run."),
@@ -478,7 +482,7 @@ def embedded(report: Report) -> str:
         for name, run in report.runs.items()
     }
     short = msgspec.structs.replace(report, runs=runs, answers=report.answers[:MOST_EMBEDDED])
-    text = msgspec.json.encode(short).decode()
-    for letter in "<>&\u2028\u2029\x7f":
+    text = json.dumps(msgspec.to_builtins(short), separators=(",", ":"))  # all that is not ASCII as \u escapes
+    for letter in "<>&\x7f":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
