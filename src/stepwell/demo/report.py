@@ -370,10 +370,10 @@ def _bytes(report: Report) -> str:
         )
     head = (
         "act",
-        *(f"read: {tier}" for tier in TIERS[1:]),
-        "all, verified",
-        "checksum failures",
-        *(f"written: {tier}" for tier in TIERS[1:]),
+        *(f"{tier} read" for tier in TIERS[1:]),
+        "verified",
+        "failures",
+        *(f"{tier} written" for tier in TIERS[1:]),
     )
     swapped = report.runs.get("swapped")
     control = next((check for check in report.checks if "negative control" in check.name), None)
@@ -394,7 +394,7 @@ def _bytes(report: Report) -> str:
         ),
         key(fills(*TIERS[1:])),
         figure(figures.verified(report)),
-        table("Bytes of payload by act; written to disk is what the SSD had to take", head, rows),
+        table("Payload by act. Verified is all that was read; failures are of checksums", head, rows),
         paragraph(said) if said else "",
     )
 

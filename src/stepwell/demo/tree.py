@@ -18,7 +18,7 @@ from stepwell.demo.scenario import TreeEdge
 Tokens = npt.NDArray[np.int32]
 
 LABEL_TOKENS = 24
-MOST_EDGES = 300
+MOST_EDGES = 250
 
 
 @dataclass(slots=True)
