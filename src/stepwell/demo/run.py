@@ -6,6 +6,7 @@ printed and the exit code is 1.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import statistics
@@ -233,7 +234,7 @@ def run_demo(options: DemoOptions) -> int:
         seconds=time.perf_counter() - started,
         model=base.config.name,
         requests=base.requests,
-        trace=options.trace,
+        trace=None if options.trace is None else os.fsencode(options.trace).decode(errors="replace"),
         notes=notes,
         checks=checks,
         runs=runs,
