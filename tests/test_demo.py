@@ -25,6 +25,7 @@ from stepwell.demo import run as demo_run
 from stepwell.demo.engine import Engine, Running
 from stepwell.demo.models import read_conversations
 from stepwell.demo.record import Record, compare
+from stepwell.demo.report import render
 from stepwell.demo.scenario import Served as ServedRequest
 from stepwell.demo.scenario import Sizes, Summary
 from stepwell.demo.transformer import Model, ModelConfig, make_model
@@ -436,7 +437,8 @@ def test_a_file_and_prompts_are_served_killed_and_served_again(
 ) -> None:
     """The whole demo, with a model of two layers."""
     monkeypatch.setattr(demo_run.Path, "home", lambda: tmp_path)
-    code = cli.main(["demo", "--json", *text_arguments(tmp_path)])
+    page = tmp_path / "report.html"
+    code = cli.main(["demo", "--json", "--report", str(page), *text_arguments(tmp_path)])
     out, err = capsys.readouterr()
     assert code == 0, err
     report = msgspec.json.decode(out, type=demo_run.Report)
@@ -446,7 +448,7 @@ def test_a_file_and_prompts_are_served_killed_and_served_again(
     assert sorted((one.user, one.turn) for one in report.answers) == [(u, t) for u in ("ada", "ben") for t in (1, 2)]
     acts = ["unbounded", "recompute", "served", "shared", "swapped", "disk"]
     for act in acts:
-        happened = ["started", "serving", "served", *(["killed"] if act == "served" else []), "ended"]
+        happened = ["started", "opened", "serving", "served", *(["killed"] if act == "served" else []), "ended"]
         happened = ["removed", *happened] if act == "disk" else happened
         assert [moment.what for moment in report.moments if moment.act == act] == happened
     assert [moment.at for moment in report.moments] == sorted(moment.at for moment in report.moments)
@@ -458,6 +460,12 @@ def test_a_file_and_prompts_are_served_killed_and_served_again(
     assert {one.request for one in report.runs["disk"].served} == {2, 3}
     assert report.runs["disk"].reused_tokens["disk"] > 0
     assert not list(tmp_path.glob("stepwell-demo-*"))
+    assert {"computed", "disk", "shared"} <= {one.source for one in report.measured}
+    for act in ("served", "shared", "disk"):
+        roots = [edge for edge in report.runs[act].tree if edge.parent is None]
+        assert all("You are a guide" in edge.label for edge in roots)
+        assert sum(pages for edge in roots for tier, pages in edge.nearest if tier) > 0
+    assert page.read_text() == render(report)
 
 
 def test_answers_are_printed_with_where_their_prefix_came_from_and_json_stays_alone(

@@ -34,6 +34,7 @@ from stepwell.demo.results import TIERS, Answer, Check, Moment, Report, look_at_
 from stepwell.demo.scenario import Measured, Served, Sizes, Summary, TreeEdge
 from stepwell.demo.transformer import ModelConfig, make_model
 from stepwell.demo.tree import MOST_EDGES, draw_tree, pages_below
+from stepwell.errors import StepwellUsageError
 from stepwell.index import Tier
 from stepwell.store import PageStore
 from store_kit import PAGE_TOKENS, Directories, chain
@@ -633,6 +634,14 @@ def test_each_source_is_measured_alone_and_what_was_computed_for_it_is_forgotten
         assert sum(one.source == source for one in measured) == 15, source
     assert all(one.seconds > 0 and math.isfinite(one.seconds) for one in measured)
     assert held == 10
+
+
+def test_what_is_no_tier_is_refused_and_no_tier_holds_nothing(open_rig: Any) -> None:
+    rig = open_rig(host=0)
+    rig.save(chain(1, 2))
+    assert rig.store.cached(chain(1, 2), tiers=()) == 0
+    with pytest.raises(StepwellUsageError, match="'disk' is no Tier"):
+        rig.store.cached(chain(1, 2), tiers=("disk",))
 
 
 def test_nothing_finished_is_nothing_to_measure(open_rig: Any) -> None:

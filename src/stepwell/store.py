@@ -282,12 +282,22 @@ class PageStore:
 
         Nothing is pinned, touched or counted, so that a moment later it may be otherwise.
 
-        Args: tokens, namespace: as in match. tiers: each page is in at least one of them.
+        Args:
+            tokens, namespace: as in match.
+            tiers: each page is in at least one of them; a tier that this store has not holds nothing.
+
         Returns: tokens of whole pages.
-        Raises: TokenError: tokens of a wrong dtype or range.
+
+        Raises:
+            TokenError: tokens of a wrong dtype or range.
+            StepwellUsageError: what is no Tier.
+
         Cost: as match.
         """
         self._use()
+        for tier in tiers:
+            if not isinstance(tier, Tier):
+                raise StepwellUsageError(f"tiers: {tier!r} is no Tier; give e.g. (Tier.DEVICE, Tier.HOST)")
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
         pages, _ = self._index.match_length(name_space, checked, tier_mask(*tiers))

@@ -24,9 +24,6 @@ STYLE = (
 --computed:#8b929d;--model:#e8eaed;--on-device:#000;--on-host:#000;--on-shared:#000;--on-disk:#000;--on-computed:#000;
 --nowhere:#4a515c;--on-nowhere:#fff;--phase-start:#6b7380;--phase-compile:#4c535e;--phase-serve:#46b285;
 --phase-after:#343a43}}
-@media print{:root{color-scheme:light}body{max-width:none;font-size:10pt}section,figure,.card,tr{break-inside:avoid}
-h2{break-after:avoid}.scroll,.wide{overflow:visible}svg.chart{min-width:0}*{print-color-adjust:exact;
--webkit-print-color-adjust:exact}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1080px;padding:28px 24px 64px;background:var(--paper);color:var(--ink);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -61,6 +58,10 @@ details{margin:8px 0}summary{cursor:pointer;color:var(--quiet);font-size:.875rem
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.85em;overflow-wrap:anywhere}
 @media (max-width:600px){body{padding:18px 14px 48px}h1{font-size:1.3rem}.cards{grid-template-columns:1fr 1fr}
 .card b{font-size:1.1rem}}
+@media print{:root{color-scheme:light}body{max-width:none;padding:0;font-size:10pt}figure,.card,tr{break-inside:avoid}
+h2,h3,caption{break-after:avoid}h2{margin-top:26px}table{font-size:8pt}th,td{padding-right:8px}
+.scroll,.wide{overflow:visible}svg.chart{min-width:0}summary{display:none}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
     + "".join(
         f".fill-{name}{{fill:var(--{name})}}svg .on-{name}{{fill:var(--on-{name})}}"
