@@ -217,6 +217,7 @@ def _found(tokens: dict[str, int]) -> str:
 
 def _load_or_compute(report: Report) -> str:
     curves, model = analysis.curves(report.measured), analysis.modelled(report)
+    points = figures.traffic_points(report)
     computed = next((curve.cost for curve in curves if curve.source == "computed"), None)
     bytes_a_token = analysis.bytes_per_token(report)
     head = ["from", "fixed", "per 1000 tokens", "KV bytes/s", "pays here", "pays against a device slower than"]
@@ -280,8 +281,8 @@ def _load_or_compute(report: Report) -> str:
         "<h3>In traffic</h3>",
         paragraph(
             "What the requests of the run met. This is not the speed of a tier: a request also waits for the steps of "
-            "others in its batch, and for room. Each is put under the tier that held most of its prefix. Of more than "
-            f"{count(figures.MOST_MARKS)} every n-th is shown."
+            "others in its batch, and for room. Each is put under the tier that held most of its prefix."
+            + (f" Of {count(len(points))} every n-th is drawn." if len(points) > figures.MOST_MARKS else "")
         ),
         key(fills(*SOURCES), shapes=MARKS, what="marks"),
         figure(figures.in_traffic(report)),
@@ -290,7 +291,7 @@ def _load_or_compute(report: Report) -> str:
             table(
                 "What requests waited: under a tier until the prefix was on the device, computed until the first token",
                 ("from", "request", "tokens", "seconds"),
-                [(s, str(r), count(n), duration(t)) for s, n, t, r in figures.traffic_points(report)[:MOST_ROWS]],
+                [(s, str(r), count(n), duration(t)) for s, n, t, r in points[:MOST_ROWS]],
             ),
         ),
     )
@@ -311,6 +312,7 @@ def _pays(load: Cost, compute: Cost | None, page_tokens: int) -> str:
 
 def _tree(report: Report) -> str:
     acts = [act for act in TIERED if act in report.runs and report.runs[act].tree]
+    is_cut = any(len(report.runs[act].tree) >= MOST_EDGES for act in acts)
     parts = []
     for act in acts:
         edges = report.runs[act].tree
@@ -343,8 +345,8 @@ def _tree(report: Report) -> str:
         paragraph(
             "What the sequences of an act share, at its end. Down is deeper into the prompt, an edge is as wide as all "
             "pages from it downwards, and its colour is the fastest tier from which a request would get the page; 4× "
-            "says that four sequences share it. Point at an edge for what it holds. Of a larger tree the "
-            f"{MOST_EDGES} edges with most pages below them are shown."
+            "says that four sequences share it. Point at an edge for what it holds."
+            + (f" The {MOST_EDGES} edges with most pages below them are drawn." if is_cut else "")
         )
         if acts
         else paragraph("No picture of the tree was taken in this run."),
