@@ -591,6 +591,9 @@ def test_a_tree_names_the_nearest_tier_of_each_page(open_rig: Any) -> None:
     assert edges[0].nearest == [("shared", 2)]
     assert sum(pages for one in edges for tier, pages in one.nearest if tier == "disk") == 1
     assert edges[3].nearest == [("", 1)]
+    shown = rig.store.tree()  # what was asked for and never saved is in the picture alone
+    rows = zip(shown.parents.tolist(), shown.first_pages.tolist(), shown.pages.tolist(), strict=True)
+    assert sorted(rows) == sorted((-1 if one.parent is None else 0, one.first_page, one.pages) for one in edges[:3])
     assert edges[0].tokens == one[:8].tolist()
 
 
