@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ from store_kit import Directories, Rig, assert_unpinned, assert_whole
 # How long an example takes is the machine's matter, not the test's.
 settings.register_profile("stepwell", deadline=None)
 settings.load_profile("stepwell")
+
+# A shell starts what it puts into the background with ctrl-C ignored, and Python leaves that so, here and in children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _sw_threads() -> list[str]:
