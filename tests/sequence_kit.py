@@ -220,7 +220,9 @@ def evict_all(store: PageStore, *tiers: Tier) -> None:
 
 
 def assert_all_returned(store: PageStore) -> None:
-    """Nothing is held: no lease, no claim, no pin, no private slot; each tier can be emptied."""
+    """Nothing is held: no lease, no claim, no pin, no private slot; each tier can be emptied. Ends the keeper."""
+    assert store._keeper is not None
+    store._keeper.stop()  # else it may be about to give back the slots of what it has evicted
     store.device.drain()
     assert store.flush(30.0)
     store.device.drain()  # slots of a lost pool that were pinned until now

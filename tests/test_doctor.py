@@ -7,6 +7,7 @@ import re
 import resource
 import stat
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,16 @@ def test_a_package_that_is_missing_or_too_old_fails(
     found = look(["host=1MiB"])["package numpy"]
     assert (found.verdict, line_of(found)) == ("fail", "pip install 'numpy>=2'")
     assert words in found.found
+
+
+def test_where_its_own_metadata_cannot_be_read_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", nowhere)
+    found = look(["host=1MiB"])
+    assert (found["packages"].verdict, line_of(found["packages"])) == ("warn", "pip install stepwell")
+    assert found["memory"].verdict == "ok"
 
 
 def test_jax_is_missed_only_where_the_device_tier_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:

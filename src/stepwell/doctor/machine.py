@@ -101,12 +101,21 @@ def check_machine(settings: Settings | None, root: Path) -> Iterator[Finding]:
 
 def check_packages(needs: Needs) -> Iterator[Finding]:
     """Check versions against what this package asks for, from metadata alone."""
+    version = version_of("stepwell")
+    if version is None:
+        yield warn(
+            "packages",
+            "no metadata of stepwell can be read here: it runs from a directory, or this user may not read its install",
+            why="what it needs, and whether that is here, is not known",
+            remedy="pip install stepwell  # as, or for, the user that will run the engine",
+        )
+        return
     wanted: dict[str, str] = {}
     for line in metadata.requires("stepwell") or []:
         found = re.match(r"([A-Za-z0-9_.-]+)\s*>=\s*([0-9.]+)", line)
         if found is not None and ("extra" not in line or found[1] == "jax"):
             wanted[found[1]] = found[2]
-    shown = [f"stepwell {metadata.version('stepwell')}", f"python {platform.python_version()}"]
+    shown = [f"stepwell {version}", f"python {platform.python_version()}"]
     for name, least in sorted(wanted.items()):
         have = version_of(name)
         if name == "jax" and not needs.has_device and have is None:
