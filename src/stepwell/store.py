@@ -606,7 +606,7 @@ class PageStore:
         While the pin lives, the last copy of a page of the prefix in the lasting tiers (shared, disk; host in a store
         that has neither) does not leave; the others may, so it may be demoted. forget() passes its pages by, clear()
         leaves one copy. Nothing is brought nearer. A damaged page is lost, pin or not, and kept again once it is saved
-        again. Volumes that this process gives back to a neighbour are chosen around pins, where there is a choice.
+        again. A volume that a pin keeps pages in is given back to a neighbour only when the pin has ended.
 
         Args:
             tokens: int32[n]; whole pages count.

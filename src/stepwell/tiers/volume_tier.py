@@ -326,14 +326,20 @@ class VolumeTier:
         self._finish_leaving(index)
 
     def _start_leaving(self, index: Index) -> None:
-        """Choose the volume of lowest rank and take it out of service."""
+        """Choose the volume of lowest rank that keeps nothing for a pin, and take it out of service."""
         now = self._clock.monotonic()
-        staying = [member for member in self._members.values() if not member.is_leaving]
         leaving = [member for member in self._members.values() if member.is_leaving]
         # One at a time; one that does not come free (pinned, or its slots beyond mending) is not waited for.
-        if not staying or any(now - member.leaving_since < LEAVE_PATIENCE for member in leaving):
+        if any(now - member.leaving_since < LEAVE_PATIENCE for member in leaving):
             return
+        held = index.counts(self._tier)["held"]  # a pin that begins from here on may hold one volume back
         order = index.rank_order(self._tier)
+        # Not one that a pin() would hold for hours: one after the other they would all go out of service, and none of
+        # them be given back.
+        keeping = set((order[max(0, order.size - held) :] >> SLOT_BITS).tolist())
+        staying = [member for member in self._members.values() if not (member.is_leaving or member.number in keeping)]
+        if not staying:
+            return
         position = np.arange(order.size)
         numbers = order >> SLOT_BITS
 
