@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import time
 from typing import Protocol
+
+from stepwell.errors import StepwellUsageError
+
+
+def as_seconds(name: str, given: float) -> float:
+    """Return a number of seconds as a float, whose sum with a clock's time is exact enough; numpy's float16 is not.
+
+    Raises:
+        StepwellUsageError: it is none, or not a number (nan): nothing would ever be later.
+    """
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    try:
+        seconds = float(given) if is_number else math.nan
+    except OverflowError:  # an int beyond all floats
+        seconds = math.copysign(math.inf, 1 if given > 0 else -1)
+    if math.isnan(seconds):
+        raise StepwellUsageError(f"{name}: {given!r} is no number of seconds; nothing would ever be later")
+    return seconds
 
 
 class Clock(Protocol):

@@ -16,7 +16,7 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.clock import Clock
+from stepwell.clock import Clock, as_seconds
 from stepwell.errors import StepwellUsageError
 from stepwell.index import Index, Tier
 
@@ -124,7 +124,8 @@ class Pins:
         Raises:
             StepwellUsageError: a ttl that is no positive, finite number.
         """
-        if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < math.inf:
+        seconds = as_seconds("ttl", ttl)
+        if not 0 < seconds < math.inf:
             raise StepwellUsageError(f"ttl: {ttl!r} is no number of seconds above 0; a pin has to end")
         capacities = [self._index.counts(tier)["capacity"] for tier in keeping]
         allowed = int(self._fraction * min((pages for pages in capacities if pages > 0), default=0))
@@ -134,7 +135,7 @@ class Pins:
         if found.hold == 0:
             full = PinsFull(found.added, found.held, allowed, self.count()) if found.refused else None
             return self._nothing(full)
-        live = _Live(found.hold, self._clock.monotonic() + ttl)
+        live = _Live(found.hold, self._clock.monotonic() + seconds)
         with self._lock:
             number = next(self._numbers)
             self._live[number] = live

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
-from stepwell.clock import SystemClock
+from stepwell.clock import SystemClock, as_seconds
 from stepwell.copies import Copies
 from stepwell.errors import DeviceResetError, LeaseClosedError, StepwellUsageError
 from stepwell.hashing import as_tokens, prefix_hashes
@@ -349,9 +349,11 @@ def _as_counts(call: str, sequences: Seq[Sequence], counts: Seq[int]) -> list[in
     return whole
 
 
-def _check_timeout(seconds: float | None) -> None:
-    if seconds is not None and not seconds >= 0:
+def _timeout(given: float | None) -> float | None:
+    seconds = None if given is None else as_seconds("timeout", given)
+    if seconds is not None and seconds < 0:
         raise StepwellUsageError(f"timeout must be seconds >= 0 or None, got {seconds}")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +436,7 @@ class Sequences:
 
     def wait(self, sequences: Seq[Sequence], timeout: float | None) -> list[Sequence]:
         """Do the store's half until one of some sequences is settled, nothing moves any more, or time is over."""
-        _check_timeout(timeout)
+        timeout = _timeout(timeout)
         clock = SystemClock()
         until = None if timeout is None else clock.monotonic() + timeout
         while True:
@@ -946,6 +948,8 @@ class Sequences:
             raise StepwellUsageError(f"{sequence!r}: resume() it first")
 
     def _check_live(self, sequence: Sequence) -> None:
+        if not isinstance(sequence, Sequence):
+            raise StepwellUsageError(f"give the sequences that open() returned, not {type(sequence).__name__}")
         if sequence._owner is not self:
             raise StepwellUsageError(f"{sequence!r} is of another store")
         if sequence._state is _State.CLOSED:
@@ -1092,7 +1096,7 @@ class ManagedDevice:
         Raises: as drain(); as promote() for a sequence that is suspended, lost or closed; StepwellUsageError.
         Threads: the engine's. Cost: sleeps until a transfer ends, for 5 ms at most at a time.
         """
-        return self._sequences.wait(sequences, timeout)
+        return self._sequences.wait(list(sequences), timeout)
 
     def pool_for_testing(self) -> DevicePool:
         """Return the pool itself: for hooks of stepwell.testing, never for an engine."""

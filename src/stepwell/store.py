@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import threading
 import weakref
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
-from stepwell.clock import Clock, SystemClock
+from stepwell.clock import Clock, SystemClock, as_seconds
 from stepwell.config import StoreConfig, parse_size
 from stepwell.copies import FULL, NEW, PENDING, PRESENT, Copies, Epoch
 from stepwell.errors import (
@@ -204,7 +203,7 @@ class PageStore:
             shared memory alone for a page that was not saved before.
 
         Raises:
-            TokenError, GeometryError: tokens or source do not fit; nothing was changed.
+            TokenError, GeometryError, StepwellUsageError: tokens, source or inbox do not fit; nothing was changed.
 
         Cost: hashing 4-8 ns a token, one walk; the copies happen on the mover's threads.
         """
@@ -213,6 +212,7 @@ class PageStore:
         checked = as_tokens(tokens)
         pages = checked.size // self._page_tokens
         self._check_slice("source", source)
+        _check_inbox(inbox)
         if len(source) != pages:
             raise GeometryError(
                 f"{checked.size} tokens are {pages} whole pages of {self._page_tokens} tokens, "
@@ -329,7 +329,8 @@ class PageStore:
             LeaseClosedError, GeometryError, StepwellUsageError: nothing was started.
         """
         self._use()
-        _check_seconds("deadline", deadline)
+        deadline = _seconds("deadline", deadline)
+        _check_inbox(inbox)
         if order not in ("page", "layer"):
             raise StepwellUsageError(f"order: {order!r} is neither 'page' nor 'layer'")
         self._check_target(into)
@@ -358,7 +359,7 @@ class PageStore:
         self._use()
         checked = as_keys(keys)
         _check_kind(kind)
-        _check_seconds("lease", lease)
+        lease = as_seconds("lease", lease)
         result = self._index.match_keys_and_pin(checked, kind, self._room.readable)
         match = Match(self._index, result, self._page_tokens)
         _, tiers, _ = match.locations()
@@ -394,7 +395,7 @@ class PageStore:
         self._check_target(into)
         if len(into) != len(checked):
             raise GeometryError(f"{len(checked)} keys, the target names {len(into)} slots")
-        _check_seconds("deadline", deadline)
+        deadline = _seconds("deadline", deadline)
         ok = np.zeros(len(checked), dtype=np.bool_)
         limit = None if deadline is None else self._clock.monotonic() + deadline
         running: list[tuple[int, Transfer]] = []
@@ -445,7 +446,7 @@ class PageStore:
         turn = self._epoch.turns
         checked = as_keys(keys)
         _check_kind(kind)
-        _check_seconds("deadline", deadline)
+        deadline = _seconds("deadline", deadline)
         self._check_slice("source", source)
         if len(source) != len(checked):
             raise GeometryError(f"{len(checked)} keys, the source names {len(source)} slots")
@@ -706,6 +707,7 @@ class PageStore:
         drain().
         """
         self._use()
+        timeout = _seconds("timeout", timeout)
         limit = None if timeout is None else self._clock.monotonic() + timeout
         if self._sequences is not None and not self._sequences.wait_landed(timeout):
             return False
@@ -987,9 +989,13 @@ class PageStore:
         )
 
 
-def _check_seconds(name: str, seconds: float | None) -> None:
-    if seconds is not None and math.isnan(seconds):
-        raise StepwellUsageError(f"{name}: {seconds} is no number of seconds; nothing would ever be later")
+def _seconds(name: str, given: float | None) -> float | None:
+    return None if given is None else as_seconds(name, given)
+
+
+def _check_inbox(inbox: Inbox | None) -> None:
+    if inbox is not None and not isinstance(inbox, Inbox):
+        raise StepwellUsageError(f"inbox: give a stepwell.Inbox, not {type(inbox).__name__}")
 
 
 def _check_kind(kind: int) -> None:
