@@ -198,6 +198,15 @@ def test_a_change_of_the_epoch_ends_pins(open_rig: OpenRig) -> None:
     assert pin.closed
 
 
+def test_the_same_epoch_set_again_ends_no_pin(open_rig: OpenRig) -> None:
+    rig = open_rig()
+    tokens = chain(1, 3)
+    rig.save(tokens)
+    with rig.store.pin(tokens, ttl=60.0) as pin:
+        rig.store.set_epoch(rig.store.epoch)
+        assert pin.kept == tokens.size
+
+
 def test_a_damaged_page_is_lost_and_kept_again_once_it_is_saved_again(open_rig: OpenRig) -> None:
     rig = open_rig(disk=0)
     tokens = chain(1, 4)

@@ -29,6 +29,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 Size = int | str
 
+_MOST_DEVICE_PAGES = (1 << 31) - 2
+"""Slots on a device are int32 in block tables and on the device itself; one more is the scratch slot."""
+
 
 def parse_size(value: Size, *, name: str = "size") -> int:
     """Turn a size into bytes.
@@ -155,9 +158,12 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise StepwellUsageError(f"{name}: {given!r} is no {wanted.__name__}; give {wanted.__name__}(...)")
         if all(tier is None for tier in (self.device, self.host, self.shared, self.disk)):
             raise StepwellUsageError("no tier: give at least one of device, host, shared, disk")
-        if self.device is not None and self.device.pages < 1:
-            raise BudgetError(f"device: {self.device.pages} pages; give at least 1")
         if self.device is not None:
+            pages = self.device.pages
+            if isinstance(pages, bool) or not isinstance(pages, int):
+                raise StepwellUsageError(f"device.pages: {pages!r} is not an int")
+            if not 1 <= pages <= _MOST_DEVICE_PAGES:
+                raise BudgetError(f"device: {pages} pages; give at least 1, at most {_MOST_DEVICE_PAGES}")
             Arrangement.of(self.geometry, self.device.axes)
         if self.device is not None and self.host is None:
             raise StepwellUsageError(

@@ -1110,7 +1110,8 @@ class ManagedDevice:
         """Replace the arrays of a pool that was reset by the engine's own, of `shapes` and `dtype`, or by zeros;
         sequences may resume() then.
 
-        Raises: StepwellUsageError where the pool is not reset, GeometryError where the arrays do not fit.
+        Raises: StepwellUsageError where the pool is not reset, GeometryError where the arrays do not fit, BudgetError
+        where the device has no memory for zeros; the pool stays reset then.
         """
         self._pool.renew(arrays)
 

@@ -586,17 +586,19 @@ class PageStore:
     def set_epoch(self, epoch: int | str) -> None:
         """Change the epoch of the weights: pages of any other are misses from now on, and leave first.
 
-        Running loads end as misses, queued saves are dropped, pins end.
+        Running loads end as misses, queued saves are dropped, pins end; those of the same epoch, set again, live on.
         """
         self._use()
         number = epoch_number(epoch)
         with self._turning, self._sequences.lock if self._sequences is not None else contextlib.nullcontext():
             # In this order: what a save claims under the new epoch finds the turn counted, and a match of pages of the
             # old one is never taken for one of the new.
-            self._epoch.turns += number != self._epoch.number
+            has_changed = number != self._epoch.number
+            self._epoch.turns += has_changed
             self._index.set_epoch(number)
             self._epoch.number = number
-        self._pins.end_all()
+        if has_changed:
+            self._pins.end_all()
         for tier in self._tiers.values():
             tier.set_epoch(number)
         self._copies.cancel_all()

@@ -53,6 +53,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from stepwell.arrangement import STACKED, Arrangement, Part
 from stepwell.errors import (
+    BudgetError,
     DeviceResetError,
     GeometryError,
     StalePoolError,
@@ -209,7 +210,8 @@ class DevicePool:
             max_outstanding_bytes: of scatters not dispatched and gathers not released, together.
             readiness: who is asked whether a result is there; JAX where None.
 
-        Raises: GeometryError where axes, arrays or sharding do not fit; StepwellUsageError.
+        Raises: GeometryError where axes, arrays or sharding do not fit; StepwellUsageError; BudgetError
+        where the device has no memory for them.
         """
         if pages < 1 or not buckets or buckets[0] < 1 or sorted(set(buckets)) != list(buckets):
             raise StepwellUsageError(
@@ -415,7 +417,8 @@ class DevicePool:
     def renew(self, arrays: Sequence[jax.Array] | None = None) -> None:
         """Put other arrays in place of those that were lost: the engine's, or zeros.
 
-        Raises: StepwellUsageError where the pool is not reset; GeometryError.
+        Raises: StepwellUsageError where the pool is not reset; GeometryError; BudgetError where the
+        device has no memory for zeros: the pool stays reset then.
         """
         self.check_owner()
         if not self.is_reset:
@@ -565,9 +568,16 @@ class DevicePool:
 
     def _adopt(self, arrays: Sequence[jax.Array] | None) -> Arrays:
         if arrays is None:
-            return tuple(
-                jnp.zeros(shape, self.storage_dtype, device=self.sharding) for shape in self.shapes
-            )
+            try:
+                return tuple(
+                    jnp.zeros(shape, self.storage_dtype, device=self.sharding)
+                    for shape in self.shapes
+                )
+            except RuntimeError as cause:  # JAX: no memory
+                raise BudgetError(
+                    f"device: {self.pages} pages and the scratch slot of {self.page_bytes} bytes each cannot be had, "
+                    f"lower device.pages: {cause}"
+                ) from cause
         problem = self._problem(arrays)
         if problem is not None:
             raise GeometryError(f"these arrays cannot be the device pool: {problem}")
