@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ class Pins:
     """The pins of a store that live.
 
     Invariant: each has one owner's share in a hold of the index, given back once.
-    Threads: any.
+    Threads: any. In a forked child every pin has ended: locks may be held there for good, and the pages are the
+        parent's.
     """
 
     def __init__(self, index: Index, clock: Clock, fraction: float, page_tokens: int) -> None:
@@ -111,6 +113,7 @@ class Pins:
         self._clock = clock
         self._fraction = fraction
         self._page_tokens = page_tokens
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
@@ -177,12 +180,16 @@ class Pins:
         return Pinned(0, 0, full, page_tokens=self._page_tokens, extent=lambda: (0, 0), end=lambda: None)
 
     def _end(self, number: int) -> None:
+        if self._pid != os.getpid():
+            return
         with self._lock:
             live = self._live.pop(number, None)
         if live is not None:
             self._index.unhold(live.hold)  # false after a change of the epoch, which has ended it
 
     def _extent(self, number: int) -> tuple[int, int]:
+        if self._pid != os.getpid():
+            return 0, 0
         with self._lock:
             live = self._live.get(number)
         if live is None or live.ends_at <= self._clock.monotonic():

@@ -779,6 +779,7 @@ class PageStore:
 
     def check(self) -> str:
         """Verify the index's invariants by a full scan; "" or what is wrong. For tests and `verify`."""
+        self._refuse_child()
         return self._index.check()
 
     @property
@@ -898,11 +899,7 @@ class PageStore:
 
     def _use(self) -> _core.Mover:
         """Return the mover; raise where the store cannot be used."""
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"this store was opened by process {self._pid}; a forked child cannot use it: open one of its own "
-                "(spawn)"
-            )
+        self._refuse_child()
         mover = self._copies.mover
         if self._closed or mover is None:
             raise StoreClosedError(
@@ -910,6 +907,13 @@ class PageStore:
                 "memory and disk"
             )
         return mover
+
+    def _refuse_child(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"this store was opened by process {self._pid}; a forked child cannot use it: open one of its own "
+                "(spawn)"
+            )
 
     def _check_slice(self, name: str, given: PoolSlice) -> None:
         if not isinstance(given, PoolSlice):
