@@ -27,7 +27,7 @@ PACKAGE = ROOT / "src" / "stepwell"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "clock"),
     ("geometry", "arrangement"),
-    ("config", "settings", "hashing", "pool"),
+    ("hashing", "config", "settings", "pool"),
     (
         "index",
         "tiers",

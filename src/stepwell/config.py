@@ -16,9 +16,11 @@ import msgspec
 from stepwell.arrangement import STACKED, Arrangement
 from stepwell.errors import BudgetError, StepwellUsageError
 from stepwell.geometry import PageGeometry
+from stepwell.hashing import epoch_number
 
 MIB = 1 << 20
 GIB = 1 << 30
+MAX_SIZE = (1 << 63) - 1  # of a file, to the kernel
 
 _UNITS = {
     "": 1, "b": 1,
@@ -41,13 +43,19 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         name: what the size is of; for the message.
 
     Raises:
-        StepwellUsageError: not a size, or negative.
+        StepwellUsageError: not a size, negative, or more than a file can have.
     """
+    size = _read_size(value, name)
+    if not 0 <= size <= MAX_SIZE:
+        shown = f"{size} bytes is negative" if size < 0 else f"more than {MAX_SIZE} bytes is more than a file can have"
+        raise StepwellUsageError(f"{name}: {shown}; give 0 or more, below 8 EiB")
+    return size
+
+
+def _read_size(value: Size, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise StepwellUsageError(f"{name}: {value!r} is not a size; give bytes or e.g. '8GiB'")
     if isinstance(value, int):
-        if value < 0:
-            raise StepwellUsageError(f"{name}: {value} bytes is negative; give 0 or more")
         return value
     found = _SIZE.fullmatch(value)
     if found is None or found[2].lower() not in _UNITS:
@@ -173,6 +181,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for name, path in (("shared", self.shared and self.shared.path), ("disk", self.disk and self.disk.path)):
             if path is not None and not path:
                 raise StepwellUsageError(f"{name}.path: {path!r} is empty; name a directory")
+            if path is not None and "\0" in path:
+                raise StepwellUsageError(f"{name}.path: {path!r} has a NUL, which no name has; name a directory")
         if self.shared is not None and self.disk is not None and _same(self.shared.path, self.disk.path):
             raise StepwellUsageError(
                 f"shared.path, disk.path: both are {self.disk.path}; give each a directory of its own"
@@ -184,6 +194,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 "disk.write: 'selective' keeps a page in shared memory until it is used a second time; give shared, "
                 "e.g. SharedTier('4GiB'), or write='through'"
             )
+        epoch_number(self.epoch)
         page = self.geometry.page_bytes
         for name, capacity in (
             ("host", self.host_bytes()),

@@ -28,6 +28,9 @@ FILE_VARIABLE: Final = "STEPWELL_CONFIG"
 DEFAULT_FILE: Final = "stepwell.toml"
 MAX_FILE_BYTES: Final = 1 << 16
 """A larger file is no configuration: whoever named it meant another."""
+_EPOCH_DIGITS: Final = 21  # one more than any epoch has; Python reads no number of thousands
+_MAX_PARSED: Final = 1 << 20
+"""Characters parsed in search of the lines of keys: a statement of n lines is parsed n times, each time to its end."""
 
 _TABLES: Final[Mapping[str, type]] = {
     "geometry": PageGeometry, "device": DeviceTier, "host": HostTier, "shared": SharedTier, "disk": DiskTier,
@@ -268,7 +271,11 @@ def _find_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) 
         return environ[FILE_VARIABLE], f"file {environ[FILE_VARIABLE]}, named by {FILE_VARIABLE}"
     if os.path.lexists(DEFAULT_FILE):
         return DEFAULT_FILE, f"file {DEFAULT_FILE}, found in {os.getcwd()}"
-    return None, f"no file: none was named, {FILE_VARIABLE} is not set, {os.getcwd()} has no {DEFAULT_FILE}"
+    try:
+        here = os.getcwd()
+    except OSError:  # removed while we were in it
+        here = "the working directory"
+    return None, f"no file: none was named, {FILE_VARIABLE} is not set, {here} has no {DEFAULT_FILE}"
 
 
 def _read_file(file: str, *, is_named: bool) -> str:
@@ -317,12 +324,14 @@ def _check_trust(file: str, status: os.stat_result) -> None:
 def _from_file(file: str, *, is_named: bool) -> Iterator[_Given]:
     text = _read_file(file, is_named=is_named)
     try:
-        values = tomllib.loads(text)
+        values = _parse(text)
     except tomllib.TOMLDecodeError as error:
         what, _, at = str(error).partition(" (at ")
         line = re.search(r"line (\d+)", at)
         number = int(line[1]) if line else text.rstrip("\n").count("\n") + 1
         raise StepwellUsageError(f"{file}:{number}: no TOML: {what}; mend the line") from error
+    except ValueError as error:
+        raise StepwellUsageError(f"{file}: no configuration: {error}; name another file") from error
     lines = _lines_of(text)
 
     def origin(path: tuple[str, ...]) -> Origin:
@@ -333,19 +342,36 @@ def _from_file(file: str, *, is_named: bool) -> Iterator[_Given]:
     yield from _flatten(values, origin)
 
 
+def _parse(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ValueError: it is none (TOMLDecodeError), is nested too deeply, or has a number of thousands of digits.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _lines_of(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line on which each table and key of a TOML text begins.
+    """Return the line on which each table and key of a TOML text begins, of the first few where the search grows long.
 
     tomllib has no positions, but each statement is a text of its own: the fewest lines that parse.
     """
+    left = _MAX_PARSED
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     pending: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
         pending.append(line)
+        statement = "\n".join(pending)
+        left -= len(statement)
+        if left < 0:
+            break
         try:
-            found = tomllib.loads("\n".join(pending))
-        except tomllib.TOMLDecodeError:
+            found = _parse(statement)
+        except ValueError:
             continue
         first = number - len(pending) + 1
         pending = []
@@ -360,12 +386,15 @@ def _lines_of(text: str) -> dict[tuple[str, ...], int]:
 
 
 def _key_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key, outer ones first. A list of tables counts as its first."""
+    """Yield the path of every key that a setting may have, outer ones first: at most two names.
+
+    A list of tables counts as its first.
+    """
     for name, value in values.items():
         yield (name,)
         inner = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else value
         if isinstance(inner, dict):
-            yield from ((name, *path) for path in _key_paths(inner))
+            yield from ((name, field) for field in inner)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
@@ -397,12 +426,12 @@ def _from_text(path: tuple[str, ...], text: str, origin: Origin) -> _Given:
     value: Any = text
     if _is_table(path):
         return _of_table(path[0], None if text == "none" else text, origin)
-    if path == ("epoch",) and text.isdecimal():
-        value = int(text)  # "7" and 7 are two epochs
+    if path == ("epoch",) and text.isdecimal():  # "7" and 7 are two epochs
+        value = int(text.lstrip("0")[:_EPOCH_DIGITS] or "0")
     elif name in _LISTS:
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError as error:
+            value = _parse(f"value = {text}")["value"]
+        except ValueError as error:
             raise StepwellUsageError(
                 f"{name}: {text!r} ({origin}) is no list; write it as in TOML, e.g. [0, 1]"
             ) from error
