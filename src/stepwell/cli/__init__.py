@@ -7,6 +7,8 @@ sets `run` to the function that carries it out and returns the exit code. What t
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from stepwell.cli import config, demo, directories, doctor
@@ -27,7 +29,15 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0 only when all is well."""
     options = build_parser().parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        print(f"stepwell {options.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output stopped early (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        return 1
     return code
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 
 from stepwell.cli.arguments import Commands, add_settings
+from stepwell.cli.output import say
 
 
 def add(commands: Commands) -> None:
@@ -33,16 +34,16 @@ def show_config(options: argparse.Namespace) -> int:
     try:
         settings, values = effective_values(options.config, arguments=options.set)
     except (StepwellUsageError, StepwellError) as error:
-        print(f"stepwell config: {error}", file=sys.stderr)
+        say(f"stepwell config: {error}", to=sys.stderr)
         return 2
     if options.json:
         rows = {value.name: {"value": value.value, "origin": value.origin} for value in values}
         print(json.dumps({"file": settings.file, "looked_for": settings.looked_for, "values": rows}, indent=2))
         return 0
-    print(f"# {settings.looked_for}")
+    say(f"# {settings.looked_for}")
     if not any(value.name == "geometry.model" for value in values):
-        print("# no geometry: the engine gives it; pages and tokens of the tiers follow from it")
+        say("# no geometry: the engine gives it; pages and tokens of the tiers follow from it")
     width, text_width = (max(len(getattr(value, name)) for value in values) for name in ("name", "text"))
     for value in values:
-        print(f"{value.name:{width}}  {value.text:{min(text_width, 40)}}  {value.origin}")
+        say(f"{value.name:{width}}  {value.text:{min(text_width, 40)}}  {value.origin}")
     return 0

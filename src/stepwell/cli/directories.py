@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from stepwell.cli.arguments import Commands
+from stepwell.cli.output import say
 
 if TYPE_CHECKING:
     from stepwell import PageGeometry
@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     inspect.add_argument("--pages", action="store_true", help="list each page: key, parent, depth, epoch, bytes")
     inspect.add_argument("--tree", action="store_true", help="show pages as prefix trees, one line an unbranched run")
     _add_config(inspect)
-    inspect.set_defaults(run=lambda options: until_unread(run_inspect, options))
+    inspect.set_defaults(run=run_inspect)
 
     verify = _add(
         commands,
@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         "read.",
     )
     _add_config(verify)
-    verify.set_defaults(run=lambda options: until_unread(run_verify, options))
+    verify.set_defaults(run=run_verify)
 
     gc = _add(
         commands,
@@ -68,7 +68,7 @@ def add(commands: Commands) -> None:
     gc.add_argument("--older-than", type=duration, metavar="AGE", help="choose those born and written before: 7d, 12h")
     gc.add_argument("--fingerprint", type=fingerprint, metavar="HEX", help="choose those whose fingerprint begins so")
     gc.add_argument("--epoch-not", type=int, metavar="N", help="choose those that hold no page of epoch N")
-    gc.set_defaults(run=lambda options: until_unread(run_gc, options))
+    gc.set_defaults(run=run_gc)
 
 
 def _add(commands: Commands, name: str, summary: str, description: str) -> argparse.ArgumentParser:
@@ -106,17 +106,6 @@ def fingerprint(text: str) -> str:
     return text.lower()
 
 
-def until_unread(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a command whose output may be read by one that stops early (`| head`)."""
-    try:
-        code = run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
-        return 1
-    return code
-
-
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +140,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         except VolumeError as error:  # the directory went away meanwhile
             is_well = False
             result["error"] = str(error)
-            print(f"{path}: unreadable: {error}", file=sys.stderr)
+            say(f"{path}: unreadable: {error}", to=sys.stderr)
     if options.json:
         print(json.dumps(results, indent=1))
     return 0 if is_well else 1
@@ -169,7 +158,7 @@ def run_verify(options: argparse.Namespace) -> int:
     for path in options.directories:
         result: dict[str, object] = {"path": path, "error": "", "volumes": []}
         if not options.json:
-            print(f"{path}:")
+            say(f"{path}:")
         checks: list[VolumeCheck] = []
         began = time.monotonic()
         try:
@@ -182,12 +171,12 @@ def run_verify(options: argparse.Namespace) -> int:
             result["error"] = str(error)
             is_well = False
             if not options.json:
-                print(f"  unreadable: {error}")
+                say(f"  unreadable: {error}")
         else:
             is_well = is_well and all(check.is_well for check in checks)
             result["volumes"] = [asdict(check) | {"is_well": check.is_well} for check in checks]
             if not options.json:
-                print(summary_line(checks, time.monotonic() - began))
+                say(summary_line(checks, time.monotonic() - began))
         results.append(result)
     if options.json:
         print(json.dumps(results, indent=1))
@@ -223,7 +212,7 @@ def run_gc(options: argparse.Namespace) -> int:
             is_well = False
             result["error"] = str(error)
             if not options.json:
-                print(f"  failed: {error}")
+                say(f"  failed: {error}")
             continue
         is_well = is_well and not removed.failed
         result["removed"] = asdict(removed)
@@ -245,7 +234,7 @@ def read_geometries(files: list[str]) -> list[PageGeometry] | None:
         try:
             geometries.append(load_settings(file, environ={}, arguments=geometry_alone).config.geometry)
         except StepwellUsageError as error:
-            print(f"--config {file}: {error}", file=sys.stderr)
+            say(f"--config {file}: {error}", to=sys.stderr)
             return None
     return geometries
 
@@ -253,7 +242,7 @@ def read_geometries(files: list[str]) -> list[PageGeometry] | None:
 def print_lines(lines: Iterator[str]) -> None:
     """Print lines as they come."""
     for line in lines:
-        print(line)
+        say(line)
 
 
 @contextmanager

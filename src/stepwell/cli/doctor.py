@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
 from contextlib import closing
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from stepwell.cli.arguments import Commands, add_settings
+from stepwell.cli.output import say
 
 if TYPE_CHECKING:
     from stepwell import Finding
@@ -43,7 +43,10 @@ def run(options: argparse.Namespace) -> int:
     from stepwell import diagnose
 
     # Told to end, it removes what it made, as for Ctrl-C.
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _leave)
     findings = []
     try:
         checks = diagnose(
@@ -58,9 +61,6 @@ def run(options: argparse.Namespace) -> int:
                 findings.append(finding)
                 if not options.json:
                     show(finding)
-    except KeyboardInterrupt:
-        print("stepwell doctor: interrupted", file=sys.stderr)
-        return 130
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -78,11 +78,11 @@ def run(options: argparse.Namespace) -> int:
 
 def show(finding: Finding) -> None:
     """Print one finding."""
-    print(f"{'[' + finding.verdict + ']':6} {finding.subject}: {finding.found}", flush=True)
+    say(f"{'[' + finding.verdict + ']':6} {finding.subject}: {finding.found}")
     if finding.why:
-        print(f"         why:  {finding.why}", flush=True)
+        say(f"         why:  {finding.why}")
     if finding.remedy:
-        print(f"         mend: {finding.remedy}", flush=True)
+        say(f"         mend: {finding.remedy}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
