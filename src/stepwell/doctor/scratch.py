@@ -1,6 +1,7 @@
 """Make directories to try things in, on the file system of a tier directory, never inside the user's pages.
 
-    PARENT/.stepwell-doctor-XXXXXXXX/doctor.lock     held while the doctor lives: what is free is swept by the next
+    PARENT/.stepwell-doctor-XXXXXXXX/doctor.lock     held while the doctor lives: what is free is swept by the next,
+                                                     and what is empty
 
 Beside the tier directory; inside of it where that is a mount of its own, or its parent cannot be written: names that
 are not of the directory protocol are not looked at there.
@@ -12,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -53,16 +54,34 @@ def scratch_beside(path: str) -> Iterator[str]:
     """
     parent = parent_of(path)
     sweep(parent)
-    directory = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    directory, lock = _make(parent)
     try:
-        lock = create_locked(f"{directory}/{LOCK}")
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            lock.close()
+        yield directory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
+        lock.close()
+
+
+def _make(parent: str) -> tuple[str, _core.Descriptor]:
+    while True:
+        directory = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        try:
+            return directory, create_locked(f"{directory}/{LOCK}")
+        except OSError:
+            if os.path.isdir(directory):  # else another doctor swept it away before it had a lock
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory, the lock last: if this is cut short, the next doctor still finds it, and it free."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep(parent: str) -> int:
@@ -77,8 +96,12 @@ def sweep(parent: str) -> int:
         except OSError:  # it has gone meanwhile
             continue
         if isinstance(lock, NotTaken):
+            if lock is NotTaken.MISSING:  # a doctor was killed at its first or its last step
+                with suppress(OSError):
+                    os.rmdir(directory)
+                    swept += 1
             continue
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(str(directory))
         lock.close()
         swept += 1
     return swept
