@@ -16,6 +16,14 @@ def positive(text: str) -> int:
     return value
 
 
+def natural(text: str) -> int:
+    """Read a number of 0 or more."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add --config and --set, which every command that reads the configuration has."""
     parser.add_argument(

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 
-from stepwell.cli.arguments import Commands, positive, rate
+from stepwell.cli.arguments import Commands, natural, positive, rate
 
 NAMED_MODELS = ("auto", "smollm2", "random")
 
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         "--trace", metavar="FILE", help="serve a Mooncake JSONL trace (plain, .gz, .xz), a 512-token block as one page"
     )
     parser.add_argument("--requests", type=positive, metavar="N", help="how many requests to serve")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights and their prompts (default 0)")
+    parser.add_argument("--seed", type=natural, default=0, help="of random weights and their prompts (default 0)")
     parser.add_argument("--directory", metavar="DIR", help="where the disk tier lies (default: a temporary directory)")
     parser.add_argument(
         "--report",

@@ -39,6 +39,7 @@ prefill in the other."""
 
 KILL_AFTER = 3
 WARM_REQUESTS = 24
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +203,12 @@ def run_demo(options: DemoOptions) -> int:
         raise ModelError(f"--prompts need a model with a vocabulary, and this one has {why}")
     told = None if path is None else read_conversations(path, prompts=options.prompts, quick=options.quick)
     with ExitStack() as stack:
-        # Ended from outside, the demo takes its serving process and its shared memory with it.
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        stack.callback(signal.signal, signal.SIGTERM, before)
+        stack.enter_context(_ended_in_order())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepwell-demo-")))
         disk = Path(options.directory) if options.directory else work / "disk"
         shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         stack.callback(shutil.rmtree, shared, ignore_errors=True)
+        stack.callback(_end_undisturbed)
         base = _base(options, told, shared=shared / "tier", disk=disk, work=work)
         machine = look_at_machine(shared, disk)
         notes = _notes(base, why)
@@ -225,7 +225,7 @@ def run_demo(options: DemoOptions) -> int:
             measured = [] if options.report is None else _measure(acts, base)
         except ActError as failure:
             progress.stop()
-            console.print(f"[bold red]failed:[/] {failure}", markup=True)
+            console.print(Text.assemble(("failed:", "bold red"), f" {failure}"))
             return 1
         answers = [] if told is None else _answers(told, Record.load(work / "served.npz"))
         runs = runs if told is None else {name: _labelled(run, told) for name, run in runs.items()}
@@ -257,6 +257,39 @@ def run_demo(options: DemoOptions) -> int:
     return 0 if report.ok else 1
 
 
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Let the demo, ended from outside, take its serving process, its files and its shared memory with it.
+
+    A signal that is ignored (by nohup, say) stays so.
+    """
+    before = {number: signal.getsignal(number) for number in ENDINGS}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_undisturbed() -> None:
+    """Ignore what would end the removal of files half way: a second Ctrl-C, or the hang-up behind it."""
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _compilation_cache(work: Path) -> Path:
+    """Return where compiled programs are kept: with the user's caches, else among what is removed at the end."""
+    try:
+        cache = Path.home() / ".cache" / "stepwell" / "demo-jax"
+        cache.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        return work / "demo-jax"
+    return cache
+
+
 def _unpack(told: Conversations, folder: Path) -> None:
     from stepwell.demo.gguf_model import unpack_weights
 
@@ -284,8 +317,6 @@ def _base(options: DemoOptions, told: Conversations | None, *, shared: Path, dis
     count = options.requests or (users * turns if options.trace is None else (60 if options.quick else 200))
     if options.trace is None and count > users * turns:
         users = -(-count // turns)
-    cache = Path.home() / ".cache" / "stepwell" / "demo-jax"
-    cache.mkdir(parents=True, exist_ok=True)
     base = Scenario(
         mode="tiers",
         seed=options.seed,
@@ -297,7 +328,7 @@ def _base(options: DemoOptions, told: Conversations | None, *, shared: Path, dis
         sizes=_sizes(options),
         shared_path=str(shared),
         disk_path=str(disk),
-        compilation_cache=str(cache),
+        compilation_cache=str(_compilation_cache(work)),
         record=str(work / "record.npz"),
         picture=options.report is not None,
     )

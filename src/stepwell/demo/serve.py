@@ -25,6 +25,7 @@ from stepwell.demo.transformer import Model, ModelConfig, enable_compilation_cac
 from stepwell.demo.tree import draw_tree
 from stepwell.demo.turns import Turns
 from stepwell.demo.workload import Request, conversations
+from stepwell.errors import BudgetError, TierIOError, VolumeError
 
 
 def say(**message: object) -> None:
@@ -208,4 +209,7 @@ def _serve_until_killed(scenario: Scenario, store: PageStore, model: Model) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    try:
+        sys.exit(main(sys.argv[1]))
+    except (BudgetError, TierIOError, VolumeError) as error:  # the world's doing: the sentence says what to do
+        sys.exit(f"{type(error).__name__}: {error}")
