@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stepwell.demo.chat import Chat  # which needs tokenizers
 
 BUILT_IN = Path(__file__).with_name("prompts.toml")
+MAX_FILE_BYTES = 1 << 20  # a book, which no context holds
 
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -61,9 +62,13 @@ def read_texts(path: str | os.PathLike[str] = BUILT_IN) -> Texts:
 
     Raises: PromptsError for one that is not as described above; OSError.
     """
+    with open(path, "rb") as file:
+        data = file.read(MAX_FILE_BYTES)
+    if len(data) == MAX_FILE_BYTES:
+        raise PromptsError(f"{path}: {MAX_FILE_BYTES} bytes and more are no prompts")
     try:
-        texts = msgspec.toml.decode(Path(path).read_bytes(), type=Texts)
-    except (msgspec.DecodeError, UnicodeDecodeError) as cause:
+        texts = msgspec.toml.decode(data, type=Texts)
+    except (ValueError, RecursionError) as cause:  # ValueError: of msgspec, of UTF-8, of a number of 4300 digits
         raise PromptsError(f"{path}: {cause}") from cause
     users = [one.user for one in texts.conversations]
     for one in texts.conversations:

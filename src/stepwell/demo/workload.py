@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 
 TRACE_BLOCK_TOKENS = 512
-
+MAX_LINE_BYTES = 1 << 24  # some million blocks: longer ones are of another file
 _Length = Annotated[int, msgspec.Meta(ge=1)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 _UNNAMED = 2**48  # ids from here on are ours: one a request, for a last block without an id
@@ -225,10 +226,12 @@ def _lines(path: Path, limit: int | None) -> Iterator[_Line]:
     try:
         with _open(path) as file:
             while limit is None or number < limit:
-                text = file.readline()
+                text = file.readline(MAX_LINE_BYTES)
                 if not text:
                     return
                 number += 1
+                if len(text) == MAX_LINE_BYTES:
+                    raise TraceError(f"{path}:{number}: a line of {MAX_LINE_BYTES} bytes is no request")
                 line = decoder.decode(text)
                 full, rest = divmod(line.input_length, TRACE_BLOCK_TOKENS)
                 if len(line.hash_ids) not in (full, full + (rest > 0)):
@@ -239,7 +242,7 @@ def _lines(path: Path, limit: int | None) -> Iterator[_Line]:
                 yield line
     except msgspec.DecodeError as cause:
         raise TraceError(f"{path}:{number}: not a request: {cause}") from cause
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as cause:
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as cause:
         raise TraceError(f"{path}: damaged after line {number}: {cause}") from cause
 
 
