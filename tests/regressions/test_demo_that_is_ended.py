@@ -14,6 +14,7 @@ import pytest
 
 from stepwell import cli
 from stepwell.demo import run as demo_run
+from stepwell.demo.models import Choice
 from stepwell.demo.run import ActError
 from stepwell.demo.scenario import Scenario
 
@@ -108,6 +109,19 @@ def test_what_a_failed_process_said_is_printed_as_it_is(
     monkeypatch.setattr(demo_run, "_play", play)
     assert cli.main(ARGUMENTS) == 1
     assert "failed: float32[2,3] [/no] [red]mark-up[/]" in capsys.readouterr().out
+
+
+def test_what_a_file_says_of_its_model_neither_steers_the_terminal_nor_is_mark_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def play(acts: object, base: Scenario, **how: object) -> None:
+        raise ActError("seen")
+
+    monkeypatch.setattr(demo_run, "_play", play)
+    why = "\x1b[31m [/no] pip install 'stepwell[demo]'"
+    monkeypatch.setattr(demo_run, "find_model", lambda wanted: Choice(None, why))
+    assert cli.main(ARGUMENTS) == 1
+    assert "model:  [31m [/no] pip install 'stepwell[demo]'" in capsys.readouterr().out
 
 
 def test_a_disk_too_small_for_the_demo_is_said_without_a_traceback(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from doctor_kit import clean_environment
 from stepwell.cli import main
+from stepwell.cli.directories import progress_bar
 
 HOSTILE = "red\x1b[31m\n[ok] lies\x9b\u202e\udcff"
 SHOWN = r"red\x1b[31m\n[ok] lies\x9b\u202e\udcff"
@@ -81,6 +82,17 @@ def test_a_closed_standard_output_is_no_error_of_ours(tmp_path: Path) -> None:
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_name_is_no_mark_up_of_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar(f"verify [/no] [red]{HOSTILE}") as progress:
+        assert progress is not None
+        progress(1, 2)
+    assert f"verify [/no] [red]{SHOWN}"[:40] in terminal.getvalue()
 
 
 def test_ctrl_c_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from stepwell.cli.arguments import Commands
-from stepwell.cli.output import say
+from stepwell.cli.output import escaped, say
 
 if TYPE_CHECKING:
     from stepwell import PageGeometry
@@ -254,9 +254,9 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("slots"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("slots"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(escaped(title), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

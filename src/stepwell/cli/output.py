@@ -12,10 +12,11 @@ def say(line: str, *, to: TextIO | None = None) -> None:
     to: the stream; None: standard output.
     """
     stream = sys.stdout if to is None else to
-    text = line if line.isprintable() else "".join(map(_shown, line))
+    text = escaped(line)
     encoding = (stream and stream.encoding) or "utf-8"  # closed streams are None, some have no encoding
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
-def _shown(letter: str) -> str:
-    return letter if letter.isprintable() else ascii(letter)[1:-1]
+def escaped(text: str) -> str:
+    """Return a text with what is not printable as escapes."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -29,7 +29,7 @@ from stepwell.demo.models import Conversations, ModelError, find_model, read_con
 from stepwell.demo.record import Comparison, Record, compare
 from stepwell.demo.results import TIERED, Answer, Check, Moment, Report, look_at_machine, now
 from stepwell.demo.scenario import Measured, Scenario, Served, Sizes, Summary, TreeEdge, requests_of
-from stepwell.demo.talk import Talk, TalkProgress
+from stepwell.demo.talk import Talk, TalkProgress, printable
 from stepwell.demo.transformer import ModelConfig
 from stepwell.demo.workload import Request, longest_conversation, save_requests
 
@@ -213,7 +213,7 @@ def run_demo(options: DemoOptions) -> int:
         machine = look_at_machine(shared, disk)
         notes = _notes(base, why)
         for note in notes:
-            console.print(f"  {note}", style="dim", highlight=False)
+            console.print(Text(printable(f"  {note}"), style="dim"))
         progress = stack.enter_context(_progress(console))
         talk = None if told is None else Talk(console, progress, told.chat, told.spoken)
         acts = Acts(base, progress, talk, began=started)
@@ -550,8 +550,8 @@ def _print(console: Console, report: Report) -> None:
     )
     console.print(f"  SSD: {served.bytes_written.get('disk', 0) / 1e6:.1f} MB written, each page once")
     for check in report.checks:
-        mark = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
-        console.print(f"  {mark}  {check.name}: {check.detail}", highlight=False)
+        mark = ("holds", "green") if check.holds else ("FAILS", "bold red")
+        console.print(Text.assemble("  ", mark, f"  {check.name}: {check.detail}"))
     verdict = "[bold green]all of it holds[/]" if report.ok else "[bold red]it does not hold[/]"
     console.print(f"{verdict} ({report.seconds:.0f} s)")
 
