@@ -1,4 +1,4 @@
-"""Traces and prompts that ended the demo in a traceback (zlib's, tomllib's), or would have filled the memory."""
+"""Traces and prompts that ended the demo in a traceback, filled the memory, or steered the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gguf_kit import Tiny
+from stepwell.cli import main
 from stepwell.demo import texts, workload
 from stepwell.demo.texts import PromptsError, read_texts
 from stepwell.demo.workload import TraceError, read_trace
@@ -31,6 +33,25 @@ def test_a_damaged_gzip_trace_is_refused_or_read_whole_wherever_the_damage_is(tm
         except TraceError:
             refused += 1
     assert refused > len(whole) // 2
+
+
+def test_a_file_that_is_refused_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Tiny(architecture="\x1b[31m").write(tmp_path / "model.gguf")
+    (tmp_path / "prompts.toml").write_text(
+        '[systems]\n[[conversations]]\nuser = "\\u001b[31m"\nsystem = ""\nturns = ["a"]\n'
+    )
+    Tiny().write(tmp_path / "right.gguf")
+    for arguments in (
+        ["--model", f"{tmp_path}/model.gguf"],
+        ["--model", f"{tmp_path}/right.gguf", "--prompts", f"{tmp_path}/prompts.toml"],
+    ):
+        assert main(["demo", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert r"\x1b[31m" in said
+        assert "\x1b" not in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--trace", f"{tmp_path}/\x1b[31m"])
+    assert "\x1b" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])

@@ -8,6 +8,7 @@ import os
 import sys
 
 from stepwell.cli.arguments import Commands, natural, positive, rate
+from stepwell.cli.output import escaped, say
 
 NAMED_MODELS = ("auto", "smollm2", "random")
 
@@ -69,18 +70,18 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 with open(path, "rb"):
                     pass
         except OSError as error:
-            parser.error(f"{what} {path}: {error.strerror}")
+            parser.error(escaped(f"{what} {path}: {error.strerror}"))
     try:
         if options.directory is not None:
             os.makedirs(options.directory, mode=0o700, exist_ok=True)
     except OSError as error:
-        parser.error(f"--directory {options.directory}: {error.strerror}")
+        parser.error(escaped(f"--directory {options.directory}: {error.strerror}"))
     if options.gpu_tokens_per_second is not None and options.report is None:
         parser.error("--gpu-tokens-per-second is for the report: give --report FILE.html too")
     if options.report is not None:
         folder = os.path.dirname(os.path.abspath(options.report))
         if os.path.isdir(options.report) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-            parser.error(f"--report {options.report}: no file can be written there")
+            parser.error(escaped(f"--report {options.report}: no file can be written there"))
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"stepwell demo needs {' and '.join(missing)}: pip install 'stepwell[demo]'", file=sys.stderr)
@@ -107,5 +108,5 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             )
         )
     except (ModelError, GgufError, PromptsError, TraceError) as error:
-        print(f"stepwell demo: {error}", file=sys.stderr)
+        say(f"stepwell demo: {error}", to=sys.stderr)
         return 2
