@@ -36,6 +36,11 @@ class Keeper:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there will be another round."""
+        return self._thread.is_alive() and not self._stopping
+
     def wake(self) -> None:
         """Ask for a round now. Threads: any."""
         self._wanted.set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 from stepwell import _core
 from stepwell.errors import StepwellUsageError
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
+from stepwell.keeper import Keeper
 from stepwell.mover import Full
 from stepwell.seen import Seen
 from stepwell.stats import Counters
@@ -34,7 +37,11 @@ class Room:
         self.has_device = False
         self.seen: Seen | None = None
         """What was saved once, where disk writes are selective; None: every save is written through."""
-        self.wake_keeper: Callable[[], None] = _nobody
+        self.keeper: Keeper | None = None
+        self._growth = threading.Condition()
+        # GUARDED_BY(_growth): free slots asked for since the last round; how many asked, and were answered.
+        self._wanted: dict[Tier, int] = {}
+        self._asked = self._answered = 0
 
     # ---- which tiers ------------------------------------------------------------------------------------------------
 
@@ -101,13 +108,51 @@ class Room:
 
     # ---- evicting ---------------------------------------------------------------------------------------------------
 
-    def make(self, tier: Tier, pages: int) -> None:
-        """Evict so that `pages` slots are free, as far as unpinned pages allow. Eviction ahead of need is the
-        keeper's."""
-        lacking = pages - self._index.claimable(tier)
-        if lacking > 0:
-            self.evict(tier, lacking)
-            self.wake_keeper()
+    def make(self, tier: Tier, pages: int, *, patience: float = 0.0) -> None:
+        """See that `pages` slots are free: memory that was not taken yet comes first, then pages of lowest rank leave.
+
+        Both happen ahead of need in the background; this is for what comes faster than that.
+
+        Args:
+            patience: seconds to wait for the keeper to take memory, where there may be some.
+        """
+        give_up_at = time.monotonic() + patience
+        while (lacking := pages - self._index.claimable(tier)) > 0:
+            if not self._grows(tier, pages, give_up_at - time.monotonic()):
+                self.evict(tier, lacking)
+                self.wake_keeper()
+                return
+
+    def wake_keeper(self) -> None:
+        """Ask for a round of the keeper, if there is one."""
+        if self.keeper is not None:
+            self.keeper.wake()
+
+    def _grows(self, tier: Tier, pages: int, patience: float) -> bool:
+        """Have the keeper take memory for `pages` free slots. True: it has tried, and there may be more."""
+        keeper, place = self.keeper, self._tiers.get(tier)
+        if keeper is None or place is None or not place.may_grow:
+            return False
+        with self._growth:
+            self._wanted[tier] = max(pages, self._wanted.get(tier, 0))
+            self._asked += 1
+            mine = self._asked
+            keeper.wake()
+            if patience <= 0 or not keeper.is_running:
+                return False
+            return self._growth.wait_for(lambda: self._answered >= mine, patience) and place.may_grow
+
+    def take_memory(self) -> None:
+        """Take the memory that was asked for since the last round. The keeper's."""
+        with self._growth:
+            asked, wanted, self._wanted = self._asked, self._wanted, {}
+        try:
+            for tier, pages in wanted.items():
+                self._tiers[tier].grow(self._index, pages)
+        finally:
+            with self._growth:
+                self._answered = asked
+                self._growth.notify_all()
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
@@ -159,7 +204,3 @@ class Room:
             if mended:
                 self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
         return True
-
-
-def _nobody() -> None:
-    """Stand in for the keeper until there is one."""

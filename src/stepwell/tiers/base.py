@@ -48,6 +48,13 @@ class PageTier(Protocol):
             BudgetError, VolumeError, VolumeBusyError, FingerprintError, TierIOError: with the numbers and the remedy.
         """
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether there may be more memory to take; False once there was none, until the keeper finds some."""
+
+    def grow(self, index: Index, free_pages: int) -> None:
+        """Take memory until `free_pages` slots are free, as far as there is any. By the keeper."""
+
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Do what is due: grow if fewer than `low_pages` slots are free and there is room, give back what neighbours
         lack.

@@ -60,6 +60,14 @@ class HostSlab:
         index.add_slots(Tier.HOST, 0, self._slab.slots)
         return Recovered(0, 0)
 
+    @property
+    def may_grow(self) -> bool:
+        """Never: the slab was taken whole."""
+        return False
+
+    def grow(self, index: Index, free_pages: int) -> None:
+        """Do nothing: the slab was taken whole."""
+
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Return how many pages to evict so that `high_pages` are free."""
         free = index.claimable(Tier.HOST)

@@ -33,6 +33,7 @@ LOOK_SECONDS: Final = 0.2
 LEAVE_PATIENCE: Final = 0.5
 """Seconds after which a volume that was to be given back and cannot is passed over for another."""
 GROW_RETRY: Final = 2.0
+GROW_SECONDS: Final = 0.5
 """Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
 
 
@@ -169,6 +170,21 @@ class VolumeTier:
                 path,
             )
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether there may be room for another volume: none was refused since the last that was had."""
+        return self._full_at is None
+
+    def grow(self, index: Index, free_pages: int) -> None:
+        """Take volumes until `free_pages` slots are free, as far as there is room for them.
+
+        Not for longer than half a second: the keeper has other duties, and who wants more asks again.
+        """
+        began = self._clock.monotonic()
+        while index.claimable(self._tier) < free_pages and self._may_try_to_grow():
+            if not self._grow_or_say(index) or self._clock.monotonic() - began >= GROW_SECONDS:
+                return
+
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Grow, give back, stamp recency; return how many pages to evict."""
         self._finish_leaving(index)
@@ -183,13 +199,8 @@ class VolumeTier:
         free = index.claimable(self._tier)
         if free >= low_pages and self._directory.lacking_bytes == 0:
             return 0
-        if self._may_try_to_grow():
-            try:
-                if self._grow(index):
-                    return 0
-            except BudgetError as error:  # the capacity allows more than the machine has left now
-                self._full_at = self._clock.monotonic()
-                _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
+        if self._may_try_to_grow() and self._grow_or_say(index):
+            return 0
         return high_pages - free if free < low_pages else 0
 
     def close(self, index: Index) -> None:
@@ -216,6 +227,15 @@ class VolumeTier:
         self._full_at = None
         self._attach(taken, index)
         return True
+
+    def _grow_or_say(self, index: Index) -> bool:
+        """Take one more volume; where the capacity allows more than the machine has left now, say so."""
+        try:
+            return self._grow(index)
+        except BudgetError as error:
+            self._full_at = self._clock.monotonic()
+            _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
+            return False
 
     def _grow_past_unusable(self, index: Index, most: int) -> None:
         """Have a volume if there is room for one; those that cannot be used, `most` of them, are removed on the way."""
