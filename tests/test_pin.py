@@ -174,6 +174,18 @@ def test_more_than_the_fraction_is_refused_with_numbers(open_rig: OpenRig) -> No
     assert rig.store.pin(other, ttl=60.0).tokens == other.size
 
 
+def test_what_a_new_store_has_just_saved_can_be_pinned_though_its_tiers_have_hardly_grown(open_rig: OpenRig) -> None:
+    """The limit was a quarter of what had been taken: the system prompt that was saved first could not be pinned."""
+    rig = open_rig(shared=4 * VOLUME_BYTES, disk=16 * VOLUME_BYTES)
+    present = rig.store.stats().tiers["shared"].capacity
+    tokens = chain(1, present * 3 // 4)
+    rig.save(tokens)
+    assert rig.store.pin(tokens, ttl=60.0).tokens == tokens.size
+    more = chain(2, 1)
+    rig.save(more)
+    assert rig.store.pin(more, ttl=60.0).full is not None, "a tier could be filled with pins"
+
+
 def test_the_number_of_pins_is_bounded(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_PINS == 65536
     monkeypatch.setattr("stepwell.pins.MOST_PINS", 2)

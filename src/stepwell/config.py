@@ -132,8 +132,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     queue.
     low_watermark, high_watermark: a tier with less than `low` of its
     slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
-    pin_fraction: how much of the smallest tier that pins keep pages in (shared, disk; else host) pin() may take;
-    of what that tier has grown to in this process by then.
+    pin_fraction: how much of the smallest tier that pins keep pages in (shared, disk; else host) pin() may take,
+    once it has grown to its capacity; and never more than three quarters of what there is.
     """
 
     geometry: PageGeometry

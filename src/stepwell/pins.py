@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from stepwell.clock import Clock, as_seconds
 from stepwell.errors import StepwellUsageError
-from stepwell.index import Index, Tier
+from stepwell.index import Index
 
 MOST_PINS: Final = 65536
 """Pins that live at a time. Each is a few hundred bytes here; what they cover is bounded by config.pin_fraction."""
@@ -108,10 +108,11 @@ class Pins:
         parent's.
     """
 
-    def __init__(self, index: Index, clock: Clock, fraction: float, page_tokens: int) -> None:
+    def __init__(self, index: Index, clock: Clock, allowed: Callable[[], int], page_tokens: int) -> None:
+        """Args: allowed: how many pages may be pinned now."""
         self._index = index
         self._clock = clock
-        self._fraction = fraction
+        self._allowed = allowed
         self._page_tokens = page_tokens
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -119,9 +120,7 @@ class Pins:
         self._live: dict[int, _Live] = {}
         self._next_end = math.inf
 
-    def pin(
-        self, name_space: int, tokens: npt.NDArray[np.int32], ttl: float, keeping: tuple[Tier, ...]
-    ) -> Pinned:
+    def pin(self, name_space: int, tokens: npt.NDArray[np.int32], ttl: float) -> Pinned:
         """Pin what is here or on its way of some tokens, for `ttl` seconds.
 
         Raises:
@@ -130,8 +129,7 @@ class Pins:
         seconds = as_seconds("ttl", ttl)
         if not 0 < seconds < math.inf:
             raise StepwellUsageError(f"ttl: {ttl!r} is no number of seconds above 0; a pin has to end")
-        capacities = [self._index.counts(tier)["capacity"] for tier in keeping]
-        allowed = int(self._fraction * min((pages for pages in capacities if pages > 0), default=0))
+        allowed = self._allowed()
         if self.count() >= MOST_PINS:
             return self._nothing(PinsFull(0, self._index.held_pages(), allowed, self.count()))
         found = self._index.hold(name_space, tokens, allowed)

@@ -20,6 +20,8 @@ from stepwell.stats import Counters
 from stepwell.tiers.base import PageTier
 
 _MENDED_AT_ONCE: Final = 16
+_MOST_PINNED: Final = 0.75
+"""Of the pages that a tier has room for now: what may be pinned where it cannot grow."""
 
 
 class Room:
@@ -100,6 +102,14 @@ class Room:
     def keeping(self) -> tuple[Tier, ...]:
         """Tiers that pin() keeps pages in: those that outlive the process, else host memory."""
         return self.lasting or ((Tier.HOST,) if Tier.HOST in self._tiers else ())
+
+    def pinnable(self, fraction: float) -> int:
+        """Say how many pages pins may keep: a fraction of the smallest of `keeping` once it has grown, and never so
+        much of what there is now that nothing else could be saved."""
+        places = [self._tiers[tier] for tier in self.keeping]
+        most = min((place.most_pages for place in places if place.most_pages > 0), default=0)
+        present = max((self._index.counts(place.tier)["capacity"] for place in places), default=0)
+        return min(int(fraction * most), int(_MOST_PINNED * present))
 
     def medium(self, tier: Tier) -> _core.Medium | None:
         """Return what the mover copies from and to; None for a tier the store does not have, and for the device."""

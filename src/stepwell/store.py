@@ -129,10 +129,11 @@ class PageStore:
         self._counters = Counters()
         self._namespaces: dict[bytes | None, int] = {}
         self._leases: list[tuple[float, Match]] = []
-        self._pins = Pins(self._index, self._clock, config.pin_fraction, self._page_tokens)
         _core.guard_install()
         self._tiers: dict[Tier, PageTier] = {}
-        self._room = Room(self._index, self._tiers, self._counters)
+        self._room = room = Room(self._index, self._tiers, self._counters)
+        pinnable = config.pin_fraction
+        self._pins = Pins(self._index, self._clock, lambda: room.pinnable(pinnable), self._page_tokens)
         self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
         self._sequences: Sequences | None = None
         self._device: ManagedDevice | None = None
@@ -637,7 +638,7 @@ class PageStore:
         self._use()
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
-        return self._pins.pin(name_space, checked, ttl, self._room.keeping)
+        return self._pins.pin(name_space, checked, ttl)
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Drop up to `pages` unpinned pages of lowest rank from one tier. Returns how many were dropped."""

@@ -49,6 +49,10 @@ class PageTier(Protocol):
         """
 
     @property
+    def most_pages(self) -> int:
+        """Pages that the tier holds once all its capacity is taken; 0 while that is not known."""
+
+    @property
     def may_grow(self) -> bool:
         """Whether there may be more memory to take; False once there was none, until the keeper finds some."""
 

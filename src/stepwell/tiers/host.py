@@ -61,6 +61,11 @@ class HostSlab:
         return Recovered(0, 0)
 
     @property
+    def most_pages(self) -> int:
+        """The slots of the slab."""
+        return self.slots
+
+    @property
     def may_grow(self) -> bool:
         """Never: the slab was taken whole."""
         return False

@@ -87,11 +87,12 @@ class VolumeTier:
         self._looked_at = float("-inf")
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
+        self._capacity_bytes = parse_size(config.capacity, name=f"{name}.capacity")
         self._directory = TierDirectory(
             DirectoryConfig(
                 path=os.path.expanduser(config.path),
                 medium="shared" if tier is Tier.SHARED else "disk",
-                capacity_bytes=parse_size(config.capacity, name=f"{name}.capacity"),
+                capacity_bytes=self._capacity_bytes,
                 volume_bytes=volume_bytes(config, name=name),
                 floor_bytes=floor_bytes(config, name=name),
                 fingerprint=fingerprint,
@@ -169,6 +170,12 @@ class VolumeTier:
                 "loses them. Set disk.path on a local disk",
                 path,
             )
+
+    @property
+    def most_pages(self) -> int:
+        """Slots of as many volumes as the capacity has room for; 0 while this process has none to count."""
+        slots = max((member.count for member in self.members), default=0)
+        return slots * (self._capacity_bytes // max(1, self._directory.volume_bytes))
 
     @property
     def may_grow(self) -> bool:
