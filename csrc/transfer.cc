@@ -158,6 +158,12 @@ void Inbox::push(const Completion& completion) noexcept {
   watchers_.tell();
 }
 
+bool Inbox::try_post(const Completion& completion) {
+  if (!try_reserve()) return false;
+  push(completion);
+  return true;
+}
+
 size_t Inbox::poll(size_t most, std::vector<Completion>* out) {
   std::lock_guard lock(mutex_);
   const size_t count = std::min(most, ready_.size());

@@ -120,7 +120,8 @@ struct InboxCounts {
   size_t ready = 0;     // completions that wait
 };
 
-// Completions of one submitter. Room for a transfer's completion is taken when it is submitted.
+// Completions of one submitter. Room for a transfer's completion is taken when it is submitted, or, where nothing was
+// to move, with try_post().
 class Inbox {
  public:
   explicit Inbox(size_t capacity);  // throws std::system_error where eventfd fails
@@ -128,6 +129,7 @@ class Inbox {
   bool try_reserve();
   void unreserve();
   void push(const Completion& completion) noexcept;        // REQUIRES a reservation
+  bool try_post(const Completion& completion);             // takes the room too; false: none, or closed
   size_t poll(size_t most, std::vector<Completion>* out);  // never waits
   int fileno() const noexcept { return event_fd_; }        // readable while completions wait
   // Drops what waits and refuses what comes; the descriptor stays until the last owner of the inbox has gone.

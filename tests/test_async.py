@@ -29,7 +29,7 @@ from stepwell.clock import ManualClock
 from stepwell.errors import ForkedError, StepwellUsageError, StoreClosedError
 from stepwell.testing.faults import inject, resume, wait_paused
 from stepwell.waker import wait_told
-from store_kit import Directories, Rig, assert_unpinned, chain, stamps
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, Tokens, assert_unpinned, chain, stamps
 
 OpenRig = Callable[..., Rig]
 PATIENCE = 60.0  # seconds no machine needs
@@ -569,6 +569,97 @@ def test_a_full_inbox_refuses_until_get_has_made_room(rig: Rig) -> None:
     asyncio.run(receive())
 
 
+def test_each_call_that_is_given_an_inbox_has_one_completion_there(open_rig: OpenRig) -> None:
+    rig = open_rig(disk=0, shared=VOLUME_BYTES)
+    whole = rig.store.stats().tiers["shared"].capacity
+    assert rig.save(chain(1, whole)).saved == whole
+    calls: dict[int, tuple[int, int]] = {}  # by tag: ok pages, status
+
+    def save(tokens: Tokens, inbox: sw.Inbox) -> sw.SaveResult:
+        return rig.store.save(tokens, source=rig.pool[: tokens.size // PAGE_TOKENS], inbox=inbox)
+
+    async def receive() -> None:
+        with sw.Inbox(16) as inbox:
+            got: dict[int, tuple[int, int]] = {}
+            loaded = await patiently(rig.start_load(chain(1, 8), inbox=inbox))
+            calls[loaded.tag] = (8, 0)
+            calls[rig.start_load(chain(7, 8), inbox=inbox).tag] = (0, 0)  # nothing was found
+            calls[save(chain(1, 0, tail=2), inbox).transfer.tag] = (0, 0)  # no whole page
+            present = save(chain(1, 8), inbox)
+            assert present.present == 8
+            calls[present.transfer.tag] = (0, 0)
+            with rig.store.match(chain(1, whole)) as match:
+                refused = save(chain(2, 8), inbox)
+                assert (refused.saved, refused.refused) == (0, 8)
+                calls[refused.transfer.tag] = (0, 0)
+                rig.store.set_epoch(2)
+                late = rig.store.load(match, into=rig.pool[:whole], inbox=inbox)
+            assert (late.status == int(_core.Status.cancelled)).all()
+            calls[late.tag] = (0, int(_core.Status.cancelled))
+            rig.rows[:1] = stamps(chain(3, 1))
+            calls[save(chain(3, 1), inbox).transfer.tag] = (1, 0)  # into the room of an old epoch's pages
+            assert 0 not in calls
+            assert len(calls) == 7
+            while len(got) < len(calls):
+                for tag, ok, status in zip(*(await patiently(inbox.get())), strict=True):
+                    assert int(tag) not in got
+                    got[int(tag)] = (int(ok), int(status))
+            assert got == calls
+            assert inbox.poll()[0].size == 0
+            assert repr(inbox) == "<Inbox: 0 to poll, 0 under way, 16 of 16 free>"
+
+    asyncio.run(receive())
+
+
+def test_a_transfer_that_no_inbox_tells_of_is_done_and_has_the_tag_0(rig: Rig) -> None:
+    present, absent = chain(1, 8), chain(2, 8)
+    with sw.Inbox(1) as inbox:
+        first = rig.start_load(present, inbox=inbox)
+        assert first.wait(PATIENCE)
+        for is_closed in (False, True):
+            if is_closed:
+                inbox.close()
+            loads = [rig.start_load(tokens, inbox=inbox) for tokens in (present, absent)]
+            saves = [rig.store.save(tokens, source=rig.pool[:8], inbox=inbox) for tokens in (present, absent)]
+            assert [(save.present, save.refused) for save in saves] == [(8, 0), (0, 8)]
+            for transfer in [*loads, *(save.transfer for save in saves)]:
+                assert transfer.tag == 0
+                assert transfer.done
+            assert (loads[0].status == QUEUE_FULL).all()
+            if not is_closed:
+                assert repr(inbox) == "<Inbox: 1 to poll, 0 under way, 0 of 1 free>"
+                assert inbox.poll()[0].tolist() == [first.tag]
+                assert rig.start_load(absent, inbox=inbox).tag != 0
+    assert_unpinned(rig.store)
+    assert rig.start_load(absent).tag == 0
+
+
+def test_a_load_that_the_movers_queue_refuses_has_its_completion_too(open_rig: OpenRig) -> None:
+    rig = open_rig(disk=0, queue_units=16)
+    rig.save(chain(1, 8))
+    with sw.Inbox(64) as inbox:
+        with inject("mover.unit", "pause"):
+            transfers = [rig.start_load(chain(1, 8), inbox=inbox) for _ in range(40)]
+            refused = [transfer for transfer in transfers if transfer.done]
+            assert refused
+            tags, ok_pages, status = inbox.poll()
+            assert tags.tolist() == [transfer.tag for transfer in refused]
+            assert not ok_pages.any()
+            assert (status == QUEUE_FULL).all()
+        assert rig.store.flush(PATIENCE)
+        assert sorted([*tags.tolist(), *inbox.poll()[0].tolist()]) == sorted(transfer.tag for transfer in transfers)
+
+
+def test_what_had_nothing_to_move_wakes_who_waits_on_the_inbox(rig: Rig) -> None:
+    async def main() -> None:
+        with sw.Inbox(8) as inbox:
+            waiting = await waiting_task(inbox.get())
+            empty = rig.start_load(chain(7, 8), inbox=inbox)
+            assert (await patiently(waiting))[0].tolist() == [empty.tag]
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_get_takes_nothing_and_leaves_nothing(rig: Rig) -> None:
     async def receive() -> None:
         with sw.Inbox(8) as inbox:
@@ -758,6 +849,7 @@ def test_a_store_of_a_forked_childs_own_refuses_its_parents_inbox(rig: Rig, dire
             assert (result.saved, result.refused) == (0, 8)
             assert other.save(chain(1, 8)).saved == 8
             assert (other.start_load(chain(1, 8), inbox=inbox).status == QUEUE_FULL).all()
+            assert other.start_load(chain(7, 8), inbox=inbox).tag == 0
             assert_unpinned(other.store)
             other.close()
 

@@ -303,6 +303,14 @@ void bind_inbox(nb::module_& module) {
           "Take at most `most` completions, never waiting. Returns tags: uint64[n], pages that are ok: uint32[n], "
           "first failure or ok: uint8[n].")
       .def(
+          "post",
+          [](const InboxHandle& self, uint64_t tag, uint32_t pages, uint8_t status) {
+            return !self.is_forked() && self.inbox()->try_post({tag, pages, 0, static_cast<Status>(status)});
+          },
+          nb::arg("tag"), nb::arg("pages"), nb::arg("status"),
+          "Add the completion of what ended with no page moved. Returns False where there is no room for it, or the "
+          "inbox is closed or a parent process's.")
+      .def(
           "fileno", [](const InboxHandle& self) { return self.inbox()->fileno(); },
           "Return an eventfd that is readable while completions wait.")
       .def_prop_ro(

@@ -111,7 +111,7 @@ class Copies:
         new = outcomes == NEW
         rows = np.flatnonzero(new.any(axis=1))
         if rows.size == 0:
-            return Transfer(None, self._clock, pages=0)
+            return self.ended(inbox)
         plan = Plan.empty(batch.pages[rows])
         plan.roles[new[rows]] = SINK
         plan.slots[:] = batch.slots[rows]
@@ -150,7 +150,7 @@ class Copies:
         """
         if match.epoch != self.epoch.number:
             self._counters.missed("epoch", match.pages)
-            return RefusedLoad(_core.Status.cancelled, self._clock, pages=match.pages)
+            return self.ended(inbox, _core.Status.cancelled, pages=match.pages)
         ids, tiers, slots = match.locations()
         lease = match.lease_id()
         plan = _plan_from(ids, tiers, slots)
@@ -175,7 +175,7 @@ class Copies:
             self._index.release(lease)
             reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
             self._counters.missed(STATUS_REASON[reason.value], ids.size)
-            return RefusedLoad(reason, self._clock, pages=int(ids.size))
+            return self.ended(inbox, reason, pages=int(ids.size))
         if match.epoch != self.epoch.number:  # changed while we looked: set_epoch may not have seen this load
             transfer.revoke()
             transfer.cancel()
@@ -325,6 +325,17 @@ class Copies:
             self._watched[tag] = _Watched(transfer, core, is_load, epoch)
         return transfer
 
+    def ended(
+        self, inbox: Inbox | None, reason: _core.Status = _core.Status.ok, *, pages: int = 0
+    ) -> Transfer:
+        """Return a transfer of which no page was to move, or none could, and tell the inbox.
+
+        Its tag is 0 where that was not to be told, or has no room.
+        """
+        tag, told = next(self._tags), core_inbox(inbox)
+        is_told = told is not None and told.post(tag, pages, reason.value)
+        return EndedTransfer(reason, self._clock, pages=pages, tag=tag if is_told else 0)
+
     def abort_claims(self, plan: Plan) -> None:
         """Return the claims of a plan."""
         for tier in _CLAIMED_TIERS:
@@ -395,14 +406,20 @@ def _take_claims(plan: Plan, batch: _core.ClaimBatch, tier: Tier, rows: Bools) -
     plan.numbers[rows, tier] = batch.numbers[rows, tier]
 
 
-class RefusedLoad(Transfer):
-    """A load that was not begun: done at once, no page arrived, and why."""
+class EndedTransfer(Transfer):
+    """What was not begun: done at once, no page arrived, and why."""
 
-    __slots__ = ("_reason",)
+    __slots__ = ("_reason", "_tag")
 
-    def __init__(self, reason: _core.Status, clock: Clock, *, pages: int) -> None:
+    def __init__(self, reason: _core.Status, clock: Clock, *, pages: int, tag: int) -> None:
         super().__init__(None, clock, pages=pages)
         self._reason = reason
+        self._tag = tag
+
+    @property
+    def tag(self) -> int:
+        """The number under which an inbox reports it, or 0."""
+        return self._tag
 
     @property
     def status(self) -> npt.NDArray[np.uint8]:

@@ -90,8 +90,11 @@ class Plan:
 class Inbox:
     """Receive the completions of one submitter: pass it to save and load; poll it, or await it in an asyncio loop.
 
-    Invariant: room for a transfer's completion is taken when it is submitted; so none is lost, and a full inbox refuses
-    the transfer (full) instead of growing.
+    Invariant: each save or load that is given it and returns a transfer with a tag gets one completion: at once where
+    nothing was to move or the load was refused. Its room is taken first, so none is lost. An inbox that is full, or
+    closed, refuses what was to move instead of growing; then, and where nothing was to move, the transfer is done, its
+    tag is 0, and no completion comes.
+    Tags are numbers of one store: give each store an inbox of its own.
     A context manager: close().
     Args: capacity: completions, 1 to 2^20: transfers under way and told, but not polled yet.
     Raises: StepwellUsageError, or StepwellError where no descriptor is left for it.
@@ -143,8 +146,8 @@ class Inbox:
         """Take up to `most` completions without waiting.
 
         Returns:
-            (tags: uint64[n], as `Transfer.tag`; ok pages: uint32[n]; status: uint8[n], 0 or the first failure's
-            `_core.Status`).
+            (tags: uint64[n], as `Transfer.tag`; ok pages: uint32[n], not the leading ones alone; status: uint8[n], 0
+            or the first failure's `_core.Status`), of the transfer's pages: a save's are those it stores.
         """
         if most < 1:
             raise StepwellUsageError(f"most: {most}; give at least 1")
@@ -243,7 +246,10 @@ class Transfer:
 
     @property
     def tag(self) -> int:
-        """The number under which an inbox reports this transfer; 0 if there was nothing to move."""
+        """The number under which an inbox reports this transfer; 0 where none does: it is done already.
+
+        That is one that was refused, or had nothing to move, and was given no inbox, or one without room.
+        """
         return 0 if self._core_transfer is None else self._core_transfer.tag
 
     @property
@@ -378,8 +384,10 @@ class SaveResult:
     """What became of a save, in pages; saved + present + pending + refused = whole pages of the tokens.
 
     saved: claimed by this call, their bytes under way. present: here already. pending: another caller is bringing them.
-    refused: no room (`full` says where and how much). transfer: done when the saved pages are resident in every tier
-    they go to; the source may be written to again once `transfer.source_released`.
+    refused: no room (`full` says where and how much). transfer: of the saved pages alone: done when they are resident
+    in every tier they go to, or have failed (`transfer.ok`); at once where there are none, whatever is refused, or
+    pending: those are the other caller's to wait for. The source may be written to again once
+    `transfer.source_released`.
     """
 
     saved: int

@@ -198,7 +198,8 @@ class PageStore:
             tokens: int32[n] (other integers are converted). Only whole pages are saved; the tail stays the caller's.
             source: where the pages are now, one slot a whole page, in order.
             namespace: adapter, salt: pages of different namespaces never match each other.
-            inbox: gets the completion; one that is full refuses the pages.
+            inbox: gets the completion, of the saved pages; one that is full refuses them, and gets none
+                (`transfer.tag` is 0).
 
         Returns:
             SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never
@@ -224,7 +225,7 @@ class PageStore:
                 f"the source names {len(source)} slots"
             )
         if pages == 0:
-            return SaveResult(0, 0, 0, 0, Transfer(None, self._clock, pages=0))
+            return SaveResult(0, 0, 0, 0, self._copies.ended(inbox))
         name_space, seed = self._namespace(namespace)
         keys = prefix_hashes(checked, page_tokens=self._page_tokens, seed=seed)
         targets = self._room.write_through
@@ -249,7 +250,7 @@ class PageStore:
         transfer = self._copies.save(batch, source, turn, inbox=inbox)
         if transfer is None:
             refused, saved = refused + saved, 0
-            transfer = Transfer(None, self._clock, pages=0)
+            transfer = self._copies.ended(inbox)
         for tier in targets:
             lacking = refused + int((outcomes[:, tier] == FULL).sum())
             if full is None and lacking:
@@ -326,7 +327,8 @@ class PageStore:
             order: "page": page by page; "layer": all pages of layer 0, then of layer 1, ...: watch `layers_done`.
             deadline: seconds from now. When it has passed, wait() returns with no byte able to land any more; pages
                 that had not landed are misses.
-            inbox: gets the completion; one that is full refuses the load (every page is queue_full).
+            inbox: gets the completion; one that is full refuses the load (every page is queue_full) and gets none
+                (`transfer.tag` is 0).
 
         Returns:
             Transfer; `ok_pages` is the usable prefix. Pages found on disk also go back to shared memory on the way.
@@ -346,7 +348,7 @@ class PageStore:
         if len(into) != match.pages:
             raise GeometryError(f"the match has {match.pages} pages, the target names {len(into)} slots")
         if match.pages == 0:
-            return Transfer(None, self._clock, pages=0)
+            return self._copies.ended(inbox)
         return self._copies.load(match, into, layer_order=order == "layer", deadline=deadline, inbox=inbox)
 
     # ---- keys (an engine's own hashes) -------------------------------------------------------------------------------

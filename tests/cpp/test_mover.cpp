@@ -968,6 +968,21 @@ TEST_CASE("an inbox's descriptor is readable exactly while completions wait") {
   CHECK(!inbox.try_reserve());
 }
 
+TEST_CASE("what had nothing to move is posted where there is room, and takes it until it is polled") {
+  Inbox inbox(2);
+  std::vector<Completion> completions;
+  REQUIRE(inbox.try_reserve());
+  CHECK(inbox.try_post({7, 4, 0, Status::kQueueFull}));
+  CHECK(!inbox.try_post({8, 0, 0, Status::kOk}));
+  CHECK(!inbox.try_reserve());
+  CHECK(inbox.poll(2, &completions) == 1);
+  CHECK(completions[0].tag == 7);
+  CHECK(completions[0].status == Status::kQueueFull);
+  CHECK(inbox.counts().reserved == 1);
+  inbox.close();
+  CHECK(!inbox.try_post({9, 0, 0, Status::kOk}));
+}
+
 TEST_CASE("a transfer whose inbox was closed ends all the same, and a closed one is refused") {
   World world;
   const auto inbox = std::make_shared<Inbox>(2);
