@@ -22,8 +22,10 @@ from stepwell.errors import (
     StalePoolError,
     StepwellUsageError,
     StoreClosedError,
+    TokenError,
 )
 from stepwell.geometry import PageGeometry
+from stepwell.hashing import as_tokens
 from stepwell.pool import core_pool, lend_canonical
 from stepwell.tiers.device import DevicePool
 from stepwell.tiers.device_queue import (
@@ -982,3 +984,12 @@ def test_a_pool_divided_among_devices_by_heads_holds_the_same_pages(axes: str, l
     )
     assert done.returncode == 0, done.stderr
     assert "sharded pool ok" in done.stdout
+
+
+def test_tokens_may_be_an_array_of_jax() -> None:
+    assert as_tokens(jnp.arange(3)).tolist() == [0, 1, 2]
+    assert as_tokens(jnp.arange(3)).dtype == np.int32
+    with pytest.raises(TokenError, match="token 1 is -1"):
+        as_tokens(jnp.array([5, -1]))
+    with pytest.raises(TokenError, match="dtype float32"):
+        as_tokens(jnp.array([5.0]))

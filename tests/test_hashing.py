@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,25 @@ from stepwell.errors import TokenError
 from stepwell.hashing import as_tokens, namespace_seed, prefix_hashes
 
 TOKENS = st.integers(0, 2**31 - 1)
+
+
+class Foreign:
+    """An array of another library, whose elements are no ints: they must not be looked at one by one."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __repr__(self) -> str:
+        return f"Foreign({self._values})"
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[object]:
+        return (object() for _ in self._values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values, dtype)
 
 
 def chain(tokens: list[int], page_tokens: int, seed: bytes | None) -> list[bytes]:
@@ -146,6 +167,7 @@ def test_a_contiguous_int32_array_is_not_copied() -> None:
         np.array([1, 2, 3], dtype=np.int8),
         np.array([1, 2, 3], dtype=">i4"),
         np.array([1, 9, 2, 9, 3, 9], dtype=np.int32)[::2],
+        Foreign([1, 2, 3]),
     ],
     ids=repr,
 )
@@ -181,6 +203,8 @@ def test_no_tokens_are_fine() -> None:
         (np.array([5], object), "dtype object"),
         (np.zeros((2, 2), np.int32), r"shape \(2, 2\)"),
         (np.array(5, np.int32), r"shape \(\)"),
+        (Foreign([5, -1]), "token 1 is -1"),
+        (Foreign([5.0]), "dtype float64"),
     ],
 )
 def test_what_is_no_token_is_refused_with_position_and_value(tokens: object, message: str) -> None:

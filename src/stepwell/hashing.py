@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,16 @@ from stepwell.errors import StepwellUsageError, TokenError
 
 __all__ = ["Keys", "Namespace", "Tokens", "as_keys", "as_tokens", "epoch_number", "namespace_seed", "prefix_hashes"]
 
-Tokens = npt.NDArray[np.int32] | npt.NDArray[np.integer] | Sequence[int]
-"""What takes tokens takes int32[n] (no copy), other integer arrays, and sequences of ints."""
+
+@runtime_checkable
+class SupportsArray(Protocol):
+    """An array of another library, e.g. of JAX or torch in CPU memory: numpy.asarray() takes it as a whole."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
+
+
+Tokens = npt.NDArray[np.int32] | npt.NDArray[np.integer] | Sequence[int] | SupportsArray
+"""What takes tokens takes int32[n] (no copy), other integer arrays, JAX's and torch's too, and sequences of ints."""
 
 Keys = npt.NDArray[np.uint8] | Sequence[bytes]
 """What every function that takes keys accepts: uint8[n, k] with k <= 64, or bytes of one length each."""
@@ -111,7 +119,10 @@ def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
     Cost: a pass or two to check the range, one more to copy where the dtype is not int32. A list
     costs 40 ns a token.
     """
-    array = tokens if isinstance(tokens, np.ndarray) else _array_of(tokens)
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+    else:
+        array = np.asarray(tokens) if isinstance(tokens, SupportsArray) else _array_of(tokens)
     if array.ndim != 1:
         raise TokenError(f"tokens have shape {array.shape}: give one dimension")
     if array.dtype.kind not in "iu":
