@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import numpy as np
 import pytest
 
 from stepwell import _core
+from stepwell.index import Tier
 from stepwell.testing import model as m
 from stepwell.testing.model import prefix_hashes
 
@@ -450,3 +452,15 @@ def test_move_table_is_the_models() -> None:
         source, target = m.MOVES[name]
         expected = [target if residency == source else 255 for residency in range(5)]
         assert table[row].tolist() == expected
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tier_is_its_name_in_text_and_its_number_everywhere_else() -> None:
+    assert f"{Tier.DISK} {Tier.HOST:>6} {Tier.SHARED!s}" == "disk   host shared"
+    assert repr(Tier.DISK) == "<Tier.DISK: 3>"
+    assert json.dumps([Tier.DISK]) == "[3]"
+    assert np.array([Tier.DISK, Tier.HOST], np.uint8).tolist() == [3, 1]
+    assert (np.array([1, 3], np.uint8) == Tier.DISK).tolist() == [False, True]
+    assert np.arange(4)[Tier.DISK] == Tier.DISK == 3

@@ -28,12 +28,18 @@ __all__ = [
 
 
 class Tier(IntEnum):
-    """A tier; smaller is nearer to the computation."""
+    """A tier; smaller is nearer to the computation. In text it is its name: f"{Tier.DISK}" is "disk"."""
 
     DEVICE = 0
     HOST = 1
     SHARED = 2
     DISK = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 ALL_TIERS: Final = tuple(Tier)
