@@ -416,6 +416,12 @@ def test_a_list_given_as_text_is_read_as_toml(write: Callable[[str], str]) -> No
             r"copy_threads: 0 .*1\.\.256 \(copy_threads: STEPWELL_COPY_THREADS\)$",
         ),
         ("", {"STEPWELL_GEOMETRY_LAYERS": "0"}, [], r"layers is 0.*\(geometry\.layers: STEPWELL_GEOMETRY_LAYERS\)$"),
+        (
+            "",
+            {"STEPWELL_DISK_WRITE": "selectve"},
+            [],
+            r"^disk\.write: 'selectve' \(STEPWELL_DISK_WRITE\): give 'through' or 'selective'$",
+        ),
         ("", {}, ["host"], r"--set host: no value"),
         ("", {}, ["capacity=2"], r"did you mean host\.capacity or shared\.capacity or disk\.capacity\?"),
         ("", {}, ["shared=1"], r"shared: '1' \(--set shared=1\) is no table; give shared\.NAME"),

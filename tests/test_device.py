@@ -651,7 +651,7 @@ def test_close_fails_what_is_queued_and_ends_the_pool(pool: DevicePool) -> None:
     pool.close()
     assert ticket.state is TicketState.FAILED
     assert pool.stats().outstanding_bytes == 0
-    with pytest.raises(StoreClosedError), pool.step():
+    with pytest.raises(StoreClosedError, match=r"open another one with PageStore\(config\)"), pool.step():
         pass
     late = pool.queue_gather(np.array([1]), generation=pool.generation)
     assert isinstance(late, GatherTicket)

@@ -304,3 +304,11 @@ def test_a_pool_lent_for_another_geometry_is_refused(open_rig: OpenRig) -> None:
         rig.store.save_keys([b"k"], source=pool[:1])
     with pytest.raises(GeometryError, match="lent for the geometry"):
         rig.store.load_keys([b"k"], into=pool[:1])
+
+
+def test_a_lent_pool_says_what_it_is(open_rig: OpenRig) -> None:
+    rig = open_rig(disk=0)
+    assert repr(rig.pool) == "<LentPool: 256 slots, writable>"
+    rig.rows.flags.writeable = False
+    read_only = rig.rows.reshape(256, GEOMETRY.layers, 2, PAGE_TOKENS, GEOMETRY.kv_heads, GEOMETRY.head_dim)
+    assert repr(rig.store.lend(read_only, axes=AXES)) == "<LentPool: 256 slots, read-only>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from stepwell.clock import ManualClock
 from stepwell.errors import LeaseClosedError
 from stepwell.hashing import Namespace
 from stepwell.index import Miss, Tier
+from stepwell.store import PageStore
 from stepwell.testing.faults import inject, wait_paused
 from store_kit import (
     PAGE_BYTES,
@@ -672,3 +674,10 @@ def test_leases_of_probes_end_by_the_clock(open_rig: OpenRig) -> None:
     clock.advance(5.0)
     rig.round()
     assert_unpinned(rig.store)
+
+
+def test_the_calls_of_a_store_name_the_class_that_they_give_and_take() -> None:
+    names = {name: str(inspect.signature(getattr(PageStore, name))) for name in ("open", "open_many", "extend")}
+    assert names["open"].endswith("-> 'Sequence'")
+    assert names["open_many"].endswith("-> 'list[Sequence]'")
+    assert "sequences: 'Seq[Sequence]'" in names["extend"]

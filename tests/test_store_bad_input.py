@@ -174,7 +174,7 @@ def test_sequences_need_a_device_tier(open_rig: OpenRig) -> None:
     [
         (0, None, "{name}: capacity 0 bytes is less than one page of {page} bytes"),
         (PAGE_BYTES - 1, None, "less than one page"),
-        ("1024TiB", "64MiB", "capacity 1125899906842624 bytes is more than"),
+        ("1024TiB", "64MiB", r"1125899906842624 bytes \(1,048,576.0 GiB\) is more than \d+ bytes \([\d,.]+ GiB\) \("),
     ],
 )
 def test_a_capacity_that_cannot_be_had_is_refused_with_the_numbers(

@@ -224,7 +224,7 @@ def test_calls_before_open_and_after_close_are_misuse(world: World) -> None:
     volume = grow(directory)
     directory.close()
     directory.close()
-    with pytest.raises(StoreClosedError):
+    with pytest.raises(StoreClosedError, match=r"is not open.*open a store on it with PageStore\(config\)"):
         directory.scan()
     with pytest.raises(StepwellUsageError):
         directory.give_back(volume)
@@ -312,7 +312,7 @@ def test_space_is_reserved_in_steps_with_a_look_before_each(
             return Limit(8192 if len(looks) < 3 else 8, "MemAvailable")
 
     directory = world.open(machine=Machine(limits=Shrinking()))
-    match = r"t-\w+\.(vol|pages): need \d+ bytes more, 8 free .MemAvailable"
+    match = r"t-\w+\.(vol|pages): need \d+ bytes more, 8 bytes free .MemAvailable"
     with inject("file.reserve", "count"):
         with pytest.raises(BudgetError, match=match):
             directory.grow()

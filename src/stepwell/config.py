@@ -63,6 +63,11 @@ def _read_size(value: Size, name: str) -> int:
     return int(decimal.Decimal(found[1]) * _UNITS[found[2].lower()])  # exact, where a float is not
 
 
+def show_bytes(nbytes: int) -> str:
+    """Return a number of bytes for a message: exact, and where there are many in GiB too."""
+    return f"{nbytes} bytes ({nbytes / GIB:,.1f} GiB)" if nbytes >= GIB else f"{nbytes} bytes"
+
+
 class DeviceTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Ask for a device tier that stepwell manages: a pool of JAX arrays.
 
@@ -254,7 +259,7 @@ def volume_bytes(tier: SharedTier | DiskTier, *, name: str) -> int:
     size = parse_size(tier.volume_bytes, name=f"{name}.volume_bytes")
     if not 0 < size <= capacity:
         raise BudgetError(
-            f"{name}: capacity {capacity} bytes is smaller than one volume of {size} bytes; "
+            f"{name}: capacity {show_bytes(capacity)} is smaller than one volume of {show_bytes(size)}; "
             f"raise {name}.capacity or lower {name}.volume_bytes"
         )
     return size

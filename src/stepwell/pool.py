@@ -71,6 +71,9 @@ class LentPool:
         self._fingerprint = fingerprint
         self._writable = writable
 
+    def __repr__(self) -> str:
+        return f"<LentPool: {self._slots} slots, {'writable' if self._writable else 'read-only'}>"
+
     @property
     def fingerprint(self) -> bytes:
         """Fingerprint of the geometry that the memory was checked against."""

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import tomllib
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -172,6 +173,8 @@ class Sources:
         if given is None or _is_table(given.path):
             return f"{name}: {what}{self._origins_in(f'{name} {what}')}"
         what = what.replace("`", "").replace("Expected", "expected")
+        if what.startswith("Invalid enum value"):
+            what = f"give {' or '.join(map(repr, _choices(given.path)))}"
         return f"{name}: {given.value!r} ({given.origin}): {what}"
 
     def _origins_in(self, message: str) -> str:
@@ -254,6 +257,12 @@ def setting_names() -> list[tuple[str, ...]]:
         else:
             names += [(field.name, inner) for inner in table.__struct_fields__]  # type: ignore[attr-defined]
     return names
+
+
+def _choices(path: Sequence[str]) -> tuple[str, ...]:
+    """Return the values that a setting can have, one with a Literal for its type."""
+    schema = StoreConfig if len(path) == 1 else _TABLES[path[0]]
+    return typing.get_args(typing.get_type_hints(schema)[path[-1]])
 
 
 def variable_name(path: Sequence[str]) -> str:

@@ -13,7 +13,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
@@ -59,8 +60,7 @@ from stepwell.tiers.host import HostSlab
 from stepwell.tiers.shared import SharedVolumes
 
 if TYPE_CHECKING:
-    from stepwell.sequence import Extended, ManagedDevice, Sequences
-    from stepwell.sequence import Sequence as RunningSequence
+    from stepwell.sequence import Extended, ManagedDevice, Sequence, Sequences
 
 Order = Literal["page", "layer"]
 
@@ -176,7 +176,7 @@ class PageStore:
     # ---- memory lent by the caller --------------------------------------------------------------------------------
 
     def lend(
-        self, source: PoolArray | Sequence[PoolArray] | PoolPointers, *, axes: str | None = None
+        self, source: PoolArray | Seq[PoolArray] | PoolPointers, *, axes: str | None = None
     ) -> LentPool:
         """Describe a pool of the caller's for save and load; see `stepwell.pool.lend`. Nothing is copied."""
         self._use()
@@ -522,7 +522,7 @@ class PageStore:
 
     def open(
         self, tokens: Tokens, *, namespace: Namespace | None = None, request_id: str | None = None
-    ) -> RunningSequence:
+    ) -> Sequence:
         """Open a sequence on the device tier: match its prefix in every tier and start loading what the device lacks.
 
         Args:
@@ -536,11 +536,11 @@ class PageStore:
 
     def open_many(
         self,
-        prompts: Sequence[Tokens],
+        prompts: Seq[Tokens],
         *,
         namespace: Namespace | None = None,
-        request_ids: Sequence[str | None] | None = None,
-    ) -> list[RunningSequence]:
+        request_ids: Seq[str | None] | None = None,
+    ) -> list[Sequence]:
         """Open several sequences at once; see open()."""
         sequences = self._running()
         checked = [as_tokens(tokens) for tokens in prompts]
@@ -554,7 +554,7 @@ class PageStore:
             sequences.open(tokens, name_space, seed, name) for tokens, name in zip(checked, names, strict=True)
         ]
 
-    def extend(self, sequences: Sequence[RunningSequence], upto: Sequence[int]) -> Extended:
+    def extend(self, sequences: Seq[Sequence], upto: Seq[int]) -> Extended:
         """Give each sequence device pages for its first `upto` tokens, to compute into.
 
         Returns:
@@ -566,11 +566,11 @@ class PageStore:
         """
         return self._running().extend(sequences, upto)
 
-    def append(self, sequences: Sequence[RunningSequence], tokens: Tokens) -> None:
+    def append(self, sequences: Seq[Sequence], tokens: Tokens) -> None:
         """Add one generated token to each sequence: int32[n]. Its page becomes known when it is full."""
         self._running().append(sequences, as_tokens(tokens))
 
-    def publish(self, sequences: Sequence[RunningSequence], computed: Sequence[int]) -> tuple[int, int]:
+    def publish(self, sequences: Seq[Sequence], computed: Seq[int]) -> tuple[int, int]:
         """Make full pages among the first `computed` tokens of each sequence findable, and write them through.
 
         Requires: the computation that writes them was dispatched, and its arrays are in the pool (its step has ended).
@@ -581,7 +581,7 @@ class PageStore:
         """
         return self._running().publish(sequences, computed)
 
-    def block_tables(self, sequences: Sequence[RunningSequence], out: npt.NDArray[np.int32]) -> None:
+    def block_tables(self, sequences: Seq[Sequence], out: npt.NDArray[np.int32]) -> None:
         """Write each sequence's device slots into `out: int32[n, m]`, the rest of a row being the scratch slot."""
         self._running().block_tables(sequences, out)
 

@@ -14,6 +14,7 @@ import errno
 from dataclasses import dataclass, field
 
 from stepwell import _core
+from stepwell.config import show_bytes
 from stepwell.errors import BudgetError
 from stepwell.tiers.directory import DirectoryConfig, Header
 from stepwell.tiers.limits import Limits
@@ -121,11 +122,11 @@ class Midwife:
         for offset in range(0, nbytes, STEP_BYTES):
             step = min(STEP_BYTES, nbytes - offset)
             free = self.limits.available(self.directory)
-            need = f"{path}: need {nbytes - offset} bytes more"
+            need = f"{path}: need {show_bytes(nbytes - offset)} more"
             if step > free.nbytes:
                 raise BudgetError(
-                    f"{need}, {free.nbytes} free ({free.source});"
-                    f" lower {self.config.medium}.capacity (now {self.config.capacity_bytes})"
+                    f"{need}, {show_bytes(free.nbytes)} free ({free.source});"
+                    f" lower {self.config.medium}.capacity (now {show_bytes(self.config.capacity_bytes)})"
                 )
             try:
                 _allocate(fd, offset, step)
@@ -134,7 +135,7 @@ class Midwife:
                     raise
                 raise BudgetError(
                     f"{need}, the file system refuses ({error.strerror});"
-                    f" {free.nbytes} were free ({free.source})"
+                    f" {show_bytes(free.nbytes)} were free ({free.source})"
                 ) from error
 
 

@@ -89,6 +89,7 @@ MAX_CHUNK_BYTES = 16 << 20
 _DTYPE_NAMES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _NARROW_STORAGE: dict[int, np.dtype[np.generic]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 # JAX aliases host memory that is aligned to this, and copies it once more where it is not.
+_CLOSED = "the device pool was closed, with its store: open another one with PageStore(config)"
 _HOST_ALIGNMENT = 64
 
 
@@ -428,7 +429,7 @@ class DevicePool:
         fresh = self._adopt(arrays)
         with self._lock:
             if not self.is_reset:  # another thread has closed it meanwhile
-                raise StoreClosedError("the device pool is closed")
+                raise StoreClosedError(_CLOSED)
             self._arrays = fresh
             self._state = _PoolState.OPEN
 
@@ -472,7 +473,7 @@ class DevicePool:
                 raise DeviceResetError("the device pool was lost in a failed step; call renew()")
             arrays, self._arrays = self._arrays, None
             if arrays is None:
-                raise StoreClosedError("the device pool is closed")
+                raise StoreClosedError(_CLOSED)
             self._state = _PoolState.STEPPING
             self._version += 1
         handle = StepHandle(self, self._version, arrays, Dispatched())

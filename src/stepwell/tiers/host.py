@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepwell import _core
+from stepwell.config import show_bytes
 from stepwell.errors import BudgetError
 from stepwell.index import Index, Tier
 from stepwell.tiers.base import Recovered
@@ -32,13 +33,13 @@ class HostSlab:
         most = (limits or MemoryLimits()).memory()
         if capacity_bytes > most.nbytes:
             raise BudgetError(
-                f"host: capacity {capacity_bytes} bytes is more than {most.nbytes} bytes ({most.source}); "
+                f"host: capacity {show_bytes(capacity_bytes)} is more than {show_bytes(most.nbytes)} ({most.source}); "
                 "lower host.capacity"
             )
         try:
             self._slab = _core.Slab(shape, slots)
         except MemoryError as error:
-            raise BudgetError(f"host: {capacity_bytes} bytes cannot be mapped; lower host.capacity") from error
+            raise BudgetError(f"host: {show_bytes(capacity_bytes)} cannot be mapped; lower host.capacity") from error
 
     @property
     def tier(self) -> Tier:

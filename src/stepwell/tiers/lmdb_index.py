@@ -296,7 +296,7 @@ class VolumeIndex:
         if self._state == "new":
             raise StepwellUsageError(f"{self._path}: used before open()")
         if self._state == "closed":
-            raise StoreClosedError(f"{self._path}: used after close()")
+            raise StoreClosedError(f"{self._path}: used after close(); open another one")
         if os.getpid() != self._pid:
             raise ForkedError(
                 f"{self._path}: opened by process {self._pid}, used in its child {os.getpid()}"

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from stepwell import _core
+from stepwell.config import show_bytes
 from stepwell.errors import (
     BudgetError,
     ForkedError,
@@ -360,19 +361,19 @@ class TierDirectory:
         config = self._config
         if config.capacity_bytes < max(config.volume_bytes, 1):
             raise BudgetError(
-                f"{self._path}: capacity {config.capacity_bytes} bytes is smaller than one volume"
-                f" of {config.volume_bytes} bytes; raise {config.medium}.capacity"
+                f"{self._path}: capacity {show_bytes(config.capacity_bytes)} is smaller than one volume"
+                f" of {show_bytes(config.volume_bytes)}; raise {config.medium}.capacity"
             )
         if config.floor_bytes > config.capacity_bytes:
             raise BudgetError(
-                f"{self._path}: share {config.floor_bytes} bytes is more than the capacity of"
-                f" {config.capacity_bytes} bytes; lower {config.medium}.share"
+                f"{self._path}: share {show_bytes(config.floor_bytes)} is more than the capacity of"
+                f" {show_bytes(config.capacity_bytes)}; lower {config.medium}.share"
             )
         limit = self._limits.total(self._path)
         if config.capacity_bytes > limit.nbytes:
             raise BudgetError(
-                f"{self._path}: capacity {config.capacity_bytes} bytes is more than"
-                f" {limit.nbytes} bytes ({limit.source}); lower {config.medium}.capacity"
+                f"{self._path}: capacity {show_bytes(config.capacity_bytes)} is more than"
+                f" {show_bytes(limit.nbytes)} ({limit.source}); lower {config.medium}.capacity"
             )
 
     def _probe_direct_io(self) -> None:
@@ -647,7 +648,9 @@ class TierDirectory:
     def _working(self) -> Iterator[None]:
         self._check_process()
         if not self._is_open:
-            raise StoreClosedError(f"the directory {self._path} is not open")
+            raise StoreClosedError(
+                f"the directory {self._path} is not open, or not any more: open a store on it with PageStore(config)"
+            )
         with self._translated():
             yield
 
