@@ -129,6 +129,7 @@ struct Mover::Impl {
   // The two copies: into a tier, which ends in a commit, and into the lent pool. False: the source is of no more use.
   bool fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source);
   bool land(Transfer& transfer, uint32_t page, const OpenSource& source);
+  void check(Transfer& transfer, uint32_t page, const OpenSource& source);
   Status land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source,
                     uint32_t expected);
   void landed_whole(Transfer& transfer, uint32_t page);
@@ -221,7 +222,8 @@ bool Mover::Impl::is_valid(const TransferSpec& spec) const {
         return false;
       }
     }
-    if (sources != 1 || sinks == 0) return false;
+    // Without a sink it is a check: of a tier's page, which stays where it is.
+    if (sources != 1 || (sinks == 0 && (copy.roles[kPoolColumn] == Role::kSource || spec.source_leaving))) return false;
   }
   return true;
 }
@@ -256,7 +258,8 @@ void Mover::Impl::plan(Transfer& transfer) const {
       page.sinks = {static_cast<ColumnMask>(sinks & ~kPoolMask), kPoolMask};
       if ((source & io) == 0) page.source_stage = 1;
     }
-    if (page.sinks[0] != 0) runs[0][((source | page.sinks[0]) & io) != 0 ? kIoQueue : kCopyQueue].push_back(i);
+    if (page.sinks[0] != 0 || page.sinks[1] == 0)
+      runs[0][((source | page.sinks[0]) & io) != 0 ? kIoQueue : kCopyQueue].push_back(i);
     if (page.sinks[1] == kPoolMask) {
       layered.push_back(i);
     } else if (page.sinks[1] != 0) {
@@ -346,9 +349,14 @@ void Mover::Impl::settle_unit(const Unit& unit) noexcept {
 void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker) {
   PageProgress& progress = transfer.progress_->pages[page];
   const ColumnMask open_sinks = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~progress.settled);
-  if (open_sinks == 0 || stopped(transfer)) return;
+  if ((open_sinks == 0 && !progress.is_check()) || stopped(transfer)) return;
   OpenSource source;
   if (!open_source(transfer, page, stage, worker, &source)) return;
+  if (progress.is_check()) {
+    reach("mover.before_copy");
+    check(transfer, page, source);
+    return;
+  }
   ColumnMask committed = 0;
   for (int column = 0; column < kTiers; ++column) {
     if ((open_sinks & column_mask(column)) == 0) continue;
@@ -484,6 +492,28 @@ void Mover::Impl::commit(Transfer& transfer, uint32_t page, int column) {
   transfer.progress_->landed[page] |= column_mask(column);
 }
 
+void Mover::Impl::check(Transfer& transfer, uint32_t page, const OpenSource& source) {
+  const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
+  for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+    const std::byte* const bytes = source.bytes.bytes + shape.layer_offset(layer);
+    uint32_t crc = PageShape::layer_seed(seed, layer);
+    Status status = Status::kOk;
+    if (source.bytes.guarded) {
+      status = guard::checksum(bytes, shape.layer_bytes(layer), &crc);
+    } else {
+      crc = crc32c(crc, bytes, shape.layer_bytes(layer));
+    }
+    if (status == Status::kOk && crc != source.bytes.checksums[layer]) status = Status::kChecksum;
+    if (status != Status::kOk) {
+      fail_source(transfer, page, source.column, status);
+      return;
+    }
+  }
+  transfer.progress_->pages[page].settled |= column_mask(source.column);
+  std::lock_guard lock(transfer.mutex_);
+  transfer.progress_->landed[page] |= column_mask(source.column);
+}
+
 bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& source) {
   STEPWELL_ASSERT(source.bytes.checksums != nullptr);  // what lands comes from a tier, with its checksums
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
@@ -617,6 +647,7 @@ void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage) noe
     const bool is_load = copy.roles[kPoolColumn] == Role::kSink;
     if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = stop_reason();
   }
+  if (progress.is_check() && progress.settled == 0 && progress.failure == Status::kOk) progress.failure = stop_reason();
   if (stage >= progress.source_stage) settle_source(transfer, page);
   resolve(transfer, page);
 }

@@ -14,6 +14,7 @@
 //   a load, layer order:  1 io: disk -> [shared | host];  2 copy, one unit: for each layer, for each page: -> pool.
 //           Disk pages with no memory sink, or with none that took them, go to the pool in stage 1.
 //   a promotion or demotion between tiers: one stage.
+//   a check (source = a tier, no sink):  one stage; the page's layers are read and compared, nothing is copied.
 // Each layer copied is checked against the checksum its source recorded; a pool source makes the checksums. A page
 // fails alone. A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from
 // it holds the page; else it is kept.

@@ -23,10 +23,13 @@ constexpr int kStages = 2;
 struct PageProgress {
   std::array<ColumnMask, kStages> sinks{};  // what each stage fills; fixed at submit
   uint8_t source_stage = 0;                 // the last stage that reads the page's own source; fixed at submit
-  ColumnMask settled = 0;                   // sinks whose claim was committed or aborted (pool: landed or given up)
-  ColumnMask published = 0;                 // record written, claim not committed yet
-  bool source_settled = false;              // a LEAVING source was finished, kept or quarantined
-  Status failure = Status::kOk;             // the first one that decides the page's status
+  // sinks whose claim was committed or aborted (pool: landed or given up); of a check, the source once it was right
+  ColumnMask settled = 0;
+  ColumnMask published = 0;      // record written, claim not committed yet
+  bool source_settled = false;   // a LEAVING source was finished, kept or quarantined
+  Status failure = Status::kOk;  // the first one that decides the page's status
+
+  bool is_check() const { return (sinks[0] | sinks[1]) == 0; }
 };
 
 // Consecutive entries of Progress::order that one worker runs in one go.

@@ -2,7 +2,7 @@
 //
 // A page of a transfer has one source and up to four sinks:
 //     source: the lent pool (column kPoolColumn) or a tier;  sinks: tiers (each an ARRIVING claim) and, for a load, the
-//                                                            lent pool.
+//                                                            lent pool; a check of a tier's page has none.
 // What follows, executed by the mover, page by page: commit or abort of each sink's claim; quarantine of a source whose
 // checksum is wrong; finish or keep of a source that is LEAVING; at the end: unpin of the pages, release of the lease,
 // the completion into the inbox, the keep-alive tokens into the retire list. Nobody has to poll for the state to be
@@ -189,9 +189,9 @@ class Transfer {
   bool watch(const std::shared_ptr<Waker>& waker, uint64_t token);
   void unwatch(const Waker* waker, uint64_t token) noexcept;
   // Per page; kPending where not decided. A load: kOk = all its bytes are in the pool, verified. A save: kOk = resident
-  // in every sink.
+  // in every sink. A check: kOk = its bytes are right.
   std::vector<Status> page_status() const;
-  // Bit c: column c's sink was committed (tiers) or landed (pool).
+  // Bit c: column c's sink was committed (tiers) or landed (pool), or what a check found there is right.
   std::vector<uint8_t> landed() const;
   uint64_t tag() const noexcept { return spec_.tag; }
   size_t pages() const noexcept { return spec_.pages.size(); }

@@ -256,6 +256,14 @@ def flip_bit(directory: Path, page: Values, *, must: bool = True) -> None:
     assert not must, f"no file of {directory} holds the page"
 
 
+def damage_host(store: PageStore, page: Values, *, must: bool = True) -> None:
+    """Change one bit of a page where host memory keeps it. must: it is kept there."""
+    rows = store._tiers[Tier.HOST].medium.view()  # type: ignore[attr-defined]
+    found = np.flatnonzero((rows[:, :PAGE_BYTES] == bytes_of(page[None])).all(axis=1))
+    rows[found, 100] ^= 1
+    assert found.size or not must, "host memory does not hold the page"
+
+
 class GatherGate(ResultReadiness):
     """Hold the results of gathers back until opened."""
 

@@ -253,6 +253,66 @@ def test_a_page_damaged_on_disk_fails_alone_and_is_quarantined(
     world.check_settled()
 
 
+def check_batch(world: World, pages: list[int], tier: int) -> Batch:
+    """Pin pages in a tier, to be read there and copied nowhere."""
+    batch = world.load_batch(pages, tier)
+    batch.roles[:, POOL] = UNUSED
+    return batch
+
+
+@pytest.mark.parametrize("tier", [HOST, SHARED, DISK])
+def test_a_check_reads_a_page_where_it_is_and_copies_nothing(world: World, tier: int) -> None:
+    world.save([1, 2, 3], (tier,))
+    before = world.mover.stats()["bytes_written"]
+    transfer = world.run(world.submit(check_batch(world, [1, 2, 3], tier)))
+    assert transfer.page_status().tolist() == [OK] * 3
+    assert transfer.landed().tolist() == [1 << tier] * 3
+    assert (transfer.bytes_moved, transfer.source_released) == (0, True)
+    stats = world.mover.stats()
+    assert stats["bytes_read"][tier] == 3 * PAGE_BYTES
+    assert stats["bytes_written"] == before
+    world.check_settled()
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_check_quarantines_what_is_damaged_and_that_alone(world: World, layer: int) -> None:
+    world.save([1, 2, 3], (HOST,))
+    world.host.view()[world.where[2][HOST], sum(LAYER_BYTES[: layer + 1]) - 1] ^= 1
+    transfer = world.run(world.submit(check_batch(world, [1, 2, 3], HOST)))
+    assert transfer.page_status().tolist() == [OK, CHECKSUM, OK]
+    assert transfer.landed().tolist() == [1 << HOST, 0, 1 << HOST]
+    assert world.index.counts(HOST)["quarantined"] == 1
+    assert world.mover.stats()["checksum_failures"] == 1
+    world.check_settled()
+
+
+def test_a_check_of_a_truncated_volume_is_a_bus_fault_not_a_crash(world: World, tmp_path: Path) -> None:
+    assert _core.guard_install()
+    world.save([1, 2], (SHARED,))
+    os.truncate(tmp_path / "1.meta", 4096)
+    transfer = world.run(world.submit(check_batch(world, [1, 2], SHARED)))
+    assert transfer.page_status().tolist() == [int(_core.Status.bus_fault)] * 2
+    assert transfer.landed().tolist() == [0, 0]
+    assert not world.mover.poisoned
+
+
+def test_a_check_that_is_cancelled_says_nothing_of_its_pages(world: World) -> None:
+    world.save([1, 2], (HOST,))
+    transfer = world.submit(check_batch(world, [1, 2], HOST))
+    transfer.cancel()
+    world.run(transfer)
+    assert transfer.page_status().tolist() == [int(_core.Status.cancelled)] * 2
+    assert transfer.landed().tolist() == [0, 0]
+    assert world.index.counts(HOST)["quarantined"] == 0
+    world.check_settled()
+
+
+def test_a_check_of_the_caller_s_memory_is_refused(world: World) -> None:
+    batch = world.save_batch([1], (HOST,))
+    batch.roles[:, HOST] = UNUSED
+    assert world.mover.submit(*batch.arguments(), pool=world.pool) == _core.Status.invalid
+
+
 def test_a_volume_truncated_behind_the_mapping_is_a_bus_fault_not_a_crash(
     world: World, tmp_path: Path
 ) -> None:

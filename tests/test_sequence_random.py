@@ -26,6 +26,7 @@ from sequence_kit import (
     assert_adds_up,
     assert_all_returned,
     config,
+    damage_host,
     flip_bit,
     prompt,
     stamps,
@@ -286,12 +287,17 @@ class Machine:
         self.store.set_epoch(epoch)
 
     def damage(self) -> None:
-        """Flip a bit of a page that shared memory or disk may hold."""
+        """Flip a bit of a page that shared memory or disk may hold, or host memory."""
         if m := self.pick():
             pages = self.stamps(m.array(), m.seed, m.epoch)[: len(m.tokens) // PAGE_TOKENS]
             directory = self.random.choice((self.directories.shared, self.directories.disk))
-            if len(pages):
-                flip_bit(directory, self.random.choice(pages), must=False)
+            if not len(pages):
+                return
+            page = self.random.choice(pages)
+            flip_bit(directory, page, must=False)
+            # What has been checked in host memory is not checked again on its way to the device.
+            if not any(sequence._promotions for sequence in self.store._sequences._each_open()):
+                damage_host(self.store, page, must=False)
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
 
@@ -370,8 +376,9 @@ def stepped(
 
     monkeypatch.setattr(_core, "Mover", threadless)
     monkeypatch.setattr(Keeper, "start", lambda self: None)
+    below = 0 if seed % 5 == 4 else 1  # a fifth has nothing below host memory
     sizes = config(
-        directories, device=16, host=6, shared=1, disk=1, step_bytes=step_pages * PAGE_BYTES,
+        directories, device=16, host=6, shared=below, disk=below, step_bytes=step_pages * PAGE_BYTES,
         axes=(STACKED, PER_LAYER)[seed // 2 % 2],
     )  # fmt: skip
     with PageStore(sizes) as store:

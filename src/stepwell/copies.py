@@ -37,6 +37,7 @@ NEW: Final = int(ClaimOutcome.NEW)
 PENDING: Final = int(ClaimOutcome.PENDING)
 PRESENT: Final = int(ClaimOutcome.PRESENT)
 FULL: Final = int(ClaimOutcome.FULL)
+REFUSED: Final = int(ClaimOutcome.REFUSED)
 NOT_FULL: Final = 0xFFFFFFFF
 _MOST_USED: Final = 1024
 """Pages that one lookup may have written to disk: the rest waits for the next."""
@@ -241,15 +242,21 @@ class Copies:
 
     # ---- between the device and what is below -----------------------------------------------------------------------
 
-    def plan_promotion(self, lease: int, ids: U32, tiers: U8, slots: U32, rows: Bools) -> Plan:
+    def plan_promotion(self, lease: int, ids: U32, tiers: U8, slots: U32, rows: Bools) -> tuple[Plan, Bools]:
         """Claim host slots for the chosen pages of a lease, and for those that come from disk a place in shared memory
-        beside; SINK in the host column where one was had."""
+        beside.
+
+        Returns:
+            The plan, SINK in the host column where a slot was had; a row of a page that is in host memory is its check.
+            And which rows a quarantined copy in host memory bars from there.
+        """
         plan = _plan_from(ids, tiers, slots)
         if not rows.any():
-            return plan
+            return plan, np.zeros(ids.size, dtype=np.bool_)
         self._room.make(Tier.HOST, int(rows.sum()))
         batch = self._index.claim_leased(lease, Tier.HOST, rows)
         staged = batch.outcomes[:, Tier.HOST] == NEW
+        barred = batch.outcomes[:, Tier.HOST] == REFUSED
         _take_claims(plan, batch, Tier.HOST, staged)
         cold = staged & (tiers == Tier.DISK)
         if self._room.medium(Tier.SHARED) is not None and cold.any():
@@ -258,10 +265,11 @@ class Copies:
             both = batch.outcomes[:, Tier.SHARED] == NEW
             _take_claims(plan, batch, Tier.SHARED, both)
             self._index.unpin_pages(ids[both])  # the host claim's pin holds them
-        return plan
+        return plan, barred
 
     def submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
-        """Start a promotion into host memory. Its host pins stay with the caller until the pages are on the device.
+        """Start a promotion into host memory, or the check of what is there. Host pins, one a claim, stay with the
+        caller until the pages are on the device.
 
         Returns:
             None: no room in the queue; every claim of the plan was returned.
@@ -270,7 +278,7 @@ class Copies:
         transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease)
         if transfer is None:
             self.abort_claims(plan)
-            self._index.unpin_pages(plan.pages)
+            self._index.unpin_pages(plan.pages[plan.roles[:, Tier.HOST] == SINK])
             self._index.release(lease)
         return transfer
 

@@ -66,7 +66,8 @@ STATUS_REASON: Final = {
 class Plan:
     """Say for each page of a batch where it comes from and where it goes.
 
-    Columns are the pool, then host, shared, disk. pages: uint32[n]. roles: uint8[n, 4] of UNUSED, SOURCE, SINK.
+    Columns are the pool, then host, shared, disk. pages: uint32[n]. roles: uint8[n, 4] of UNUSED, SOURCE, SINK: one
+    source; where there is no sink, the page is checked where it is.
     slots: uint32[n, 4]. numbers: uint32[n, 4], claim numbers of tier sinks and of leaving sources.
     """
 
@@ -276,7 +277,7 @@ class Transfer:
         return self._core_transfer.page_status()
 
     def landed(self, column: int) -> npt.NDArray[np.bool_]:
-        """Per page whether it arrived in one sink: 0 the pool, else a Tier; bool[pages]."""
+        """Per page whether it arrived in one sink, or was found right there: 0 the pool, else a Tier; bool[pages]."""
         if self._core_transfer is None:
             return np.zeros(0, dtype=np.bool_)
         bits: npt.NDArray[np.bool_] = (self._core_transfer.landed() >> column) & 1 == 1

@@ -2,6 +2,7 @@
 
     open -> match -> [ready | loading | pending | missing] -> extend -> (engine computes) -> publish -> ... -> close
                         loading: shared, disk -> host slot -> scatter at the next step -> RESIDENT on the device
+                                 what is in host memory already is checked there first
 
     open(), resume() --> MATCHED --extend()--> COMPUTING    MATCHED looks again as pages land, COMPUTING never does: the
     MATCHED, COMPUTING --suspend()--> SUSPENDED             engine has written into its slots
@@ -75,10 +76,10 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Promotion:
-    """Pages of one sequence on their way to the device: claimed there, copied into host memory, then scattered.
+    """Pages of one sequence on their way to the device: claimed there, copied into host memory or checked where they
+    are in it, then scattered.
 
-    transfer: into host memory; None where the pages were there, or have landed. holds_host: our host claims pin each
-    page once more.
+    transfer: that copies or checks; None when it is over. holds_host: our host claims pin each page once more.
     ticket: the scatter, once the device pool has copied the host rows.
     """
 
@@ -519,20 +520,31 @@ class Sequences:
         outcome = batch.outcomes[:, Tier.DEVICE]
         new = outcome == _NEW
         staged = new & (tiers == Tier.HOST)
-        plan = self.copies.plan_promotion(lease, ids, tiers, slots, new & ~staged)
+        plan, barred = self.copies.plan_promotion(lease, ids, tiers, slots, new & ~staged)
         copied = new & (plan.roles[:, Tier.HOST] == SINK)
+        if barred.any():
+            # Whoever pins the page keeps its damaged copy from being mended: not we. From there on, all is computed.
+            past = np.arange(ids.size) >= barred.argmax()
+            self._return(plan, np.flatnonzero(copied & past))
+            wanted, staged, copied = wanted & ~past, staged & ~past, copied & ~past
         dropped = new & ~staged & ~copied  # no staging slot for these now: another round takes them
         self._abort_claimed(ids[dropped], batch.numbers[dropped, Tier.DEVICE])
-        if staged.any():
-            self._start(sequence, ids, staged, batch, slots, None)
-        if copied.any():
-            part = Plan(np.ascontiguousarray(ids[copied]), plan.roles[copied], plan.slots[copied], plan.numbers[copied])
-            transfer = self.copies.submit_promotion(part, lease)
-            if transfer is None:  # the mover's queue is full: the next look tries again
-                self._abort_claimed(ids[copied], batch.numbers[copied, Tier.DEVICE])
+        if barred.any():
+            self._shorten(sequence, int(barred.argmax()))
+            if not wanted.any():
                 return True
-            self._start(sequence, ids, copied, batch, plan.slots[:, Tier.HOST], transfer)
+        started = [self._start(sequence, lease, plan, rows, batch) for rows in (staged, copied) if rows.any()]
+        if not all(started):  # the mover's queue is full: the next look tries again
+            return True
         return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or was_moving or self._is_moving()
+
+    def _shorten(self, sequence: Sequence, pages: int) -> None:
+        """Have no more of what was found than so many pages; what is behind them is missing."""
+        assert sequence._lease is not None
+        self._index.shorten(sequence._lease.lease_id(), pages)
+        sequence._found = sequence._found[:pages]
+        sequence._target_pages = pages
+        sequence._pending_pages = 0
 
     def _is_moving(self) -> bool:
         """Whether something is under way that will free slots."""
@@ -545,22 +557,29 @@ class Sequences:
     def _start(
         self,
         sequence: Sequence,
-        ids: U32,
+        lease: int,
+        plan: Plan,
         rows: Bools,
         batch: _core.ClaimBatch,
-        host_slots: U32,
-        transfer: Transfer | None,
-    ) -> None:
+    ) -> bool:
+        """Start copying some rows of a plan, or checking them. False: no room for it, their claims are returned."""
+        ids, numbers = np.ascontiguousarray(plan.pages[rows]), batch.numbers[rows, Tier.DEVICE]
+        part = Plan(ids, plan.roles[rows], plan.slots[rows], plan.numbers[rows])
+        transfer = self.copies.submit_promotion(part, lease)
+        if transfer is None:
+            self._abort_claimed(ids, numbers)
+            return False
         sequence._promotions.append(
             _Promotion(
-                ids=np.ascontiguousarray(ids[rows]),
+                ids=ids,
                 device_slots=batch.slots[rows, Tier.DEVICE],
-                device_numbers=batch.numbers[rows, Tier.DEVICE],
-                host_slots=host_slots[rows],
+                device_numbers=numbers,
+                host_slots=part.slots[:, Tier.HOST],
                 transfer=transfer,
-                holds_host=transfer is not None,
+                holds_host=bool((part.roles[:, Tier.HOST] == SINK).any()),
             )
         )
+        return True
 
     def _advance(self, sequence: Sequence) -> bool:
         """Move a sequence's promotions on; when all are over, look again, and say so."""
@@ -569,6 +588,10 @@ class Sequences:
         sequence._promotions = [p for p in sequence._promotions if not self._is_over(p, sequence)]
         if sequence._promotions:
             return False
+        if sequence._lease is not None and self._index.counts(Tier.HOST)["quarantined"]:
+            # A check may have found damage: mended, the slot can take the page from a lower tier at once.
+            self._index.shorten(sequence._lease.lease_id(), sequence._ready_pages)
+            self._room.mend(Tier.HOST)
         self._look(sequence)
         return True
 
@@ -592,11 +615,13 @@ class Sequences:
         return True
 
     def _queue_scatter(self, promotion: _Promotion) -> None:
-        """Hand landed pages to the device pool; pages that did not land give their device slots back."""
+        """Hand landed pages to the device pool; pages that did not land, or are damaged, give their device slots
+        back."""
         if promotion.transfer is not None:
             landed = promotion.transfer.landed(Tier.HOST)
             lost = promotion.ids[~landed]
-            self._index.unpin_pages(lost)  # the host claim's
+            if promotion.holds_host:
+                self._index.unpin_pages(lost)
             self._abort_claimed(lost, promotion.device_numbers[~landed])
             promotion.keep(landed)
             promotion.transfer = None
@@ -759,8 +784,9 @@ class Sequences:
         return fresh.size, private.size - (fresh.size - claimed.size)
 
     def _write_through(self, sequence: Sequence, pages: npt.NDArray[np.intp]) -> None:
-        """Gather what was published, page numbers ascending, and write it to the tiers that outlive the device."""
-        mask = tier_mask(*self._room.lasting)
+        """Gather what was published, page numbers ascending, and write it to the tiers that outlive the process, else
+        to host memory."""
+        mask = tier_mask(*self._room.keeping)
         if not pages.size or not mask:
             return
         first, last = int(pages[0]), int(pages[-1]) + 1

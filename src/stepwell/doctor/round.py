@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from stepwell.config import DiskTier, SharedTier
-from stepwell.doctor.findings import Finding, fail, ok, warn
+from stepwell.doctor.findings import Finding, fail, ok
 from stepwell.doctor.machine import version_of
 from stepwell.doctor.scratch import scratch_beside
 from stepwell.doctor.worker import SPARE_PAGES, Spec
@@ -83,17 +83,14 @@ def _device_round(settings: Settings, tiers: Mapping[str, SharedTier | DiskTier]
             why="the device tier is made of its arrays",
             remedy="pip install 'stepwell[jax]'",
         )
-    if not tiers:
-        return warn(
-            "device round",
-            "not tried: no shared or disk tier to bring pages back from",
-            why="what leaves the device is dropped, and has to be computed again",
-            remedy="--set shared.capacity=8GiB",
-        )
-    tier, given = next(iter(tiers.items()))
+    tier = next(iter(tiers), "host")
     try:
-        with scratch_beside(os.path.abspath(os.path.expanduser(given.path))) as directory:
-            told = _Child("device", _spec(settings, DEVICE_PAGE_BYTES, {tier: f"{directory}/{tier}"})).result()
+        with ExitStack() as stack:
+            scratch = {}
+            if tier in tiers:
+                beside = os.path.abspath(os.path.expanduser(tiers[tier].path))
+                scratch[tier] = f"{stack.enter_context(scratch_beside(beside))}/{tier}"
+            told = _Child("device", _spec(settings, DEVICE_PAGE_BYTES, scratch)).result()
     except OSError as error:
         told = {"error": str(error)}
     if "error" in told:

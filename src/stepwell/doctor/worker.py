@@ -156,7 +156,8 @@ def host(spec: Spec) -> dict[str, Any]:
 
 
 def device(spec: Spec) -> dict[str, Any]:
-    """Put pages on the device and through to the tier below, drop them, bring them back, compare."""
+    """Put pages on the device and through to the tier below (host memory where there is no other), drop them, bring
+    them back, compare."""
     geometry = PageGeometry(
         model="stepwell doctor", revision="1", layers=2, kv_heads=2, head_dim=32, dtype="float32",
         page_tokens=PAGE_TOKENS,
@@ -164,7 +165,7 @@ def device(spec: Spec) -> dict[str, Any]:
     pages, tokens = spec.pages, np.arange(spec.pages * PAGE_TOKENS + 1, dtype=np.int32)
     host_bytes = 2 * pages * (-(-geometry.page_bytes // 4096) * 4096)
     below = config_of(spec)
-    lasting = Tier.SHARED if below.shared else Tier.DISK
+    target = Tier.SHARED if below.shared else Tier.DISK if below.disk else Tier.HOST
     config = StoreConfig(
         geometry=geometry, device=DeviceTier(pages=pages + 2), host=host_bytes, shared=below.shared, disk=below.disk
     )
@@ -187,8 +188,9 @@ def device(spec: Spec) -> dict[str, Any]:
             )
         store.publish([sequence], [tokens.size])
         sequence.close()
-        settle(store, lambda: store.stats().tiers[lasting.name.lower()].resident >= pages)
-        store.evict(Tier.HOST, 2 * pages)
+        settle(store, lambda: store.stats().tiers[target.name.lower()].resident >= pages)
+        if target != Tier.HOST:
+            store.evict(Tier.HOST, 2 * pages)
         dropped = store.evict(Tier.DEVICE, pages + 2)
         require(dropped == pages, f"{dropped} of {pages} pages left the device")
         began = time.perf_counter()
