@@ -92,7 +92,7 @@ class Machine:
             (0.5, self.fail_step),
             (10, self.publish), (5, self.append), (3, self.suspend), (6, self.resume), (9, self.close), (6, self.evict),
             (6, self.drain), (4, self.wait), (10, self.move), (3, self.tick), (0.5, self.change_epoch),
-            (2, self.damage), (14, self.serve),
+            (2, self.damage), (2, self.damage_host), (14, self.serve),
         ]  # fmt: skip
         weights = [weight for weight, _ in weighted]
         for _ in range(operations):
@@ -287,16 +287,18 @@ class Machine:
         self.store.set_epoch(epoch)
 
     def damage(self) -> None:
-        """Flip a bit of a page that shared memory or disk may hold, or host memory."""
+        """Flip a bit of a page that shared memory or disk may hold."""
         if m := self.pick():
             pages = self.stamps(m.array(), m.seed, m.epoch)[: len(m.tokens) // PAGE_TOKENS]
             directory = self.random.choice((self.directories.shared, self.directories.disk))
-            if not len(pages):
-                return
-            page = self.random.choice(pages)
-            flip_bit(directory, page, must=False)
-            # What has been checked in host memory is not checked again on its way to the device.
-            if not any(sequence._promotions for sequence in self.store._sequences._each_open()):
+            if len(pages):
+                flip_bit(directory, self.random.choice(pages), must=False)
+
+    def damage_host(self) -> None:
+        """Flip a bit of a page that host memory may hold, and that no request has had checked on its way up."""
+        m = self.pick()
+        if m and not any(sequence._promotions for sequence in self.store._sequences._each_open()):
+            for page in self.stamps(m.array(), m.seed, m.epoch)[: len(m.tokens) // PAGE_TOKENS]:
                 damage_host(self.store, page, must=False)
 
     # ---- what must hold ----------------------------------------------------------------------------------------------

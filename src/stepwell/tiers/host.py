@@ -1,4 +1,4 @@
-"""Hold pages in private host memory: staging on the way to the device, lost with the process."""
+"""Hold pages in private host memory, lost with the process: staging on the way to the device, or the last tier."""
 
 from __future__ import annotations
 
