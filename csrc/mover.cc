@@ -353,7 +353,6 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
   OpenSource source;
   if (!open_source(transfer, page, stage, worker, &source)) return;
   if (progress.is_check()) {
-    reach("mover.before_copy");
     check(transfer, page, source);
     return;
   }

@@ -121,6 +121,30 @@ def test_a_damaged_page_that_another_request_pins_is_computed_and_holds_nobody_u
     engine.verify(sequence)
 
 
+@pytest.mark.parametrize("below", [Tier.SHARED, Tier.DISK])
+def test_what_is_behind_a_page_that_is_barred_is_not_loaded_and_its_claims_come_back(
+    make_engine: MakeEngine, below: Tier
+) -> None:
+    engine = make_engine(shared=1, disk=1)
+    tokens = prompt(1, 25)
+    engine.cache(tokens)
+    evict_all(engine.store, Tier.DEVICE)
+    head = engine.open(TOKENS)
+    engine.settle(head)
+    head.close()
+    evict_all(engine.store, Tier.DEVICE, *([Tier.SHARED] if below is Tier.DISK else []))
+    with engine.store.match(TOKENS):
+        damage_host(engine.store, stamps(TOKENS)[1])
+        assert engine.store.verify().damaged == 1
+        sequence = engine.open(tokens)  # one page in host memory, one that is barred from there, four below
+        engine.settle(sequence)
+        assert (sequence.ready, sequence.missing, sequence.stalled) == (PAGE_TOKENS, 21, False)
+        tiers = engine.store.stats().tiers
+        assert (tiers["host"].resident, tiers["host"].arriving, tiers["shared"].arriving) == (2, 0, 0)
+        engine.finish(sequence)
+        engine.verify(sequence, 25)
+
+
 def test_wait_ends_for_a_request_whose_page_is_damaged(make_engine: MakeEngine) -> None:
     engine = make_engine()
     in_host_alone(engine)
@@ -218,11 +242,10 @@ def test_a_check_that_finds_the_queue_full_keeps_nothing_and_is_tried_again(step
     sequence.close()
 
 
-@pytest.mark.parametrize("point", ["mover.unit", "mover.before_copy"])
-def test_a_worker_that_fails_at_a_check_serves_nothing(make_engine: MakeEngine, point: str) -> None:
+def test_a_worker_that_fails_at_a_check_serves_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine(shared=0)
     in_host_alone(engine)
-    with faults.inject(point, "errno", nth=1, value=errno.EIO):
+    with faults.inject("mover.unit", "errno", nth=1, value=errno.EIO):
         sequence = engine.open(TOKENS)
         assert engine.store.device.wait([sequence], 60.0) == [sequence]
     assert sequence.ready == 0

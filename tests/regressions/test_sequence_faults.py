@@ -196,6 +196,9 @@ def test_pages_that_landed_wait_for_the_rest_of_the_load(make_engine: MakeEngine
     with faults.inject("mover.before_copy", "pause"):
         sequence = engine.open(tokens)
         faults.wait_paused("mover.before_copy")
+        check = sequence._promotions[0].transfer
+        assert check is not None
+        assert check.wait(30.0)
         sequence.promote()  # queues the three
         engine.store.device.drain()  # puts them on the device
         other = engine.open(prompt(2, 20))
