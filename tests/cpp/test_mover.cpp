@@ -886,6 +886,19 @@ TEST_CASE("loads go first and a demotion is not starved by them") {
   world.check_settled();
 }
 
+TEST_CASE("a check reads a page where it is and fills nothing") {
+  World world;
+  auto saved = world.save(1, 3, tiers({kShared}));
+  TransferSpec spec = world.load_spec(saved, kShared);
+  for (PageCopy& page : spec.pages) page.roles[kPool] = Role::kUnused;
+  const auto check = world.submit(std::move(spec));
+  world.finish(check);
+  CHECK(check->page_status() == std::vector<Status>(3, Status::kOk));
+  CHECK(check->landed() == std::vector<uint8_t>(3, 1u << kShared));
+  CHECK(check->bytes_moved() == 0);
+  world.check_settled();
+}
+
 TEST_CASE("what makes no sense is refused before anything starts") {
   World world;
   auto saved = world.save(1, 1, tiers({kShared}));
@@ -897,7 +910,11 @@ TEST_CASE("what makes no sense is refused before anything starts") {
     return world.mover->submit(std::move(spec), nullptr, &transfer) == Status::kInvalid;
   };
   CHECK(refuses([](TransferSpec& spec) { spec.pages[0].page = kNoPage; }));
-  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kPool] = Role::kUnused; }));
+  CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles = {Role::kSource}; }));
+  CHECK(refuses([](TransferSpec& spec) {
+    spec.pages[0].roles[kPool] = Role::kUnused;  // a check: what leaves is not checked
+    spec.source_leaving = true;
+  }));
   CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kShared] = Role::kUnused; }));
   CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kHost] = Role::kSource; }));
   CHECK(refuses([](TransferSpec& spec) { spec.pages[0].roles[kHost] = static_cast<Role>(9); }));

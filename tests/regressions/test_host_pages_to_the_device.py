@@ -247,7 +247,10 @@ def test_a_worker_that_fails_at_a_check_serves_nothing(make_engine: MakeEngine) 
     in_host_alone(engine)
     with faults.inject("mover.unit", "errno", nth=1, value=errno.EIO):
         sequence = engine.open(TOKENS)
-        assert engine.store.device.wait([sequence], 60.0) == [sequence]
+        check = sequence._promotions[0].transfer
+        assert check is not None
+        assert check.wait(60.0)
+    assert engine.store.device.wait([sequence], 60.0) == [sequence]
     assert sequence.ready == 0
     sequence.close()
     engine.store.close()
