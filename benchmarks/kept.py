@@ -81,7 +81,8 @@ def show() -> str:
         lines.append("| " + " | ".join([tier, *reused, *moved]) + " |")
     lines.append("")
     for check in demo["checks"]:
-        lines.append(f"- {'holds' if check['holds'] else 'FAILS'}: {check['name']}: {check['detail']}")
+        verdict = {True: "holds", False: "FAILS", None: "not judged"}[check["holds"]]
+        lines.append(f"- {verdict}: {check['name']}: {check['detail']}")
     lines += ["", "| pages | " + " | ".join(TIER_COLUMNS) + " |", "|---|" + "---|" * len(TIER_COLUMNS)]
     for name in ("tiers_2048k", "tiers_64k"):
         kept = json.loads((RESULTS / f"{name}.json").read_text())

@@ -411,6 +411,39 @@ def test_the_exit_code_is_zero_only_if_every_check_holds(
     assert all(check["holds"] for check in report["checks"]) == (code == 0)
 
 
+NOTHING_FROM_HOST: dict[str, dict[str, object]] = {
+    act: {"reused_tokens": {"device": 4, "shared": 4, "disk": 4}} for act in demo_run.TIERED
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "holds"),
+    [
+        (["--requests", "20"], NOTHING_FROM_HOST, None),
+        (["--requests", "20"], {}, True),
+        (["--requests", "60"], NOTHING_FROM_HOST, False),
+    ],
+)
+def test_too_few_requests_to_fill_the_tiers_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    changes: dict[str, dict[str, object]],
+    holds: bool | None,
+) -> None:
+    with acts_that(monkeypatch, {"swapped": 1}, changes):
+        code = cli.main(["demo", "--quick", "--json", "--model", "random", *arguments])
+        report = json.loads(capsys.readouterr().out)
+        assert (code, report["ok"]) == ((1, False) if holds is False else (0, True))
+        check = next(check for check in report["checks"] if check["name"] == "every tier serves hits")
+        assert check["holds"] is holds
+        assert ("20 requests are too few to fill the tiers (60 do)" in check["detail"]) == (holds is None)
+        assert cli.main(["demo", "--quick", "--model", "random", *arguments]) == code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("not judged every tier serves hits: 20 requests are too few" in shown) == (holds is None)
+    assert {None: "all that was judged holds (", True: "all of it holds (", False: "it does not hold ("}[holds] in shown
+
+
 PROMPTS = """
 answer_tokens = 4
 [systems]

@@ -192,6 +192,9 @@ def degenerate() -> dict[str, Report]:
         "an act that did not end": msgspec.structs.replace(
             whole, moments=[moment for moment in whole.moments if moment.what == "started"]
         ),
+        "not all was judged": msgspec.structs.replace(
+            whole, checks=[*whole.checks, Check(name="every tier serves hits", holds=None, detail="too few requests")]
+        ),
         "it does not hold": msgspec.structs.replace(whole, ok=False),
     }
 
@@ -229,6 +232,13 @@ def test_every_mark_lies_inside_its_chart(name: str) -> None:
                 if x is not None and y is not None:
                     assert 0 <= float(x) <= width
                     assert 0 <= float(y) <= height
+
+
+def test_what_was_not_judged_counts_neither_as_holding_nor_as_failing() -> None:
+    page = render(degenerate()["not all was judged"])
+    assert "All that was judged holds" in page
+    assert "<b>1 of 1</b><span>checks hold; 1 not judged</span>" in page
+    assert '<th scope="row">not judged</th><td>every tier serves hits</td>' in page
 
 
 def test_a_page_refers_to_nothing_outside_itself() -> None:

@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
             "Serves conversations with SmolLM2-135M-Instruct (or requests of a random model) by JAX through device, "
             "host, shared memory and disk, compares every logit with an unbounded pool and with no reuse at all, kills "
             "the serving process with SIGKILL and serves warm again, then once more from disk alone. Exit code 0 only "
-            "if all of it holds, 2 for what cannot be read."
+            "if nothing fails, 2 for what cannot be read."
         ),
     )
     parser.add_argument(

@@ -43,7 +43,7 @@ def write_report(report: Report, path: Path) -> None:
 def render(report: Report) -> str:
     """Return the page of a run: the same text for the same run."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    title = escape(f"stepwell demo: {report.model}, {'all of it holds' if report.ok else 'it does not hold'}")
+    title = escape(f"stepwell demo: {report.model}, {report.verdict}")
     sections = (_verdict, _over_time, _return, _load_or_compute, _tree, _bytes, _answers, _raw)
     body = "\n".join(part(report) for part in sections)
     return (
@@ -63,8 +63,9 @@ def _title(act: str) -> str:
 
 
 def _verdict(report: Report) -> str:
-    holding = sum(check.holds for check in report.checks)
-    verdict = "All of it holds" if report.ok else "It does not hold"
+    judged = [check for check in report.checks if check.holds is not None]
+    holding, unjudged = sum(check.holds is True for check in judged), len(report.checks) - len(judged)
+    verdict = report.verdict.capitalize()
     mark, kind = ("✓", "good") if report.ok else ("✗", "bad")
     tiered = [act for act in TIERED if act in report.runs]
     tokens = analysis.totals(report)
@@ -72,7 +73,7 @@ def _verdict(report: Report) -> str:
     verified = sum(sum(analysis.verified_bytes(report, act).values()) for act in tiered)
     failures = sum(run.checksum_failures for run in report.runs.values())
     cards = [
-        (f"{holding} of {len(report.checks)}", "checks hold"),
+        (f"{holding} of {len(judged)}", f"checks hold; {unjudged} not judged" if unjudged else "checks hold"),
         (percent(reused, whole), f"of {count(whole)} prompt tokens came from a tier ({count(reused)})"),
         (size(verified), f"read from lower tiers and verified, {count(failures)} checksum failures"),
         (size(sum(report.runs[act].bytes_written.get("disk", 0) for act in tiered)), "written to SSD"),
@@ -82,7 +83,7 @@ def _verdict(report: Report) -> str:
         if first is not None:
             cards.append((duration(first), f"from {one.what} to the first cached prefix in a new process"))
     shown = "".join(f'<li class="card"><b>{escape(value)}</b><span>{escape(what)}</span></li>' for value, what in cards)
-    checks = [("holds" if check.holds else "FAILS", check.name, check.detail) for check in report.checks]
+    checks = [(check.verdict, check.name, check.detail) for check in report.checks]
     when = f"{report.begun}; " if report.begun else ""
     return (
         f'<header><h1>stepwell demo: {escape(report.model)}</h1><p class="verdict {kind}">{mark} {verdict}</p>'

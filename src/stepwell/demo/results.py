@@ -23,13 +23,18 @@ _PACKAGES = ("stepwell", "numpy", "jax", "jaxlib", "lmdb", "msgspec")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that must hold. equal, close: positions compared."""
+    """One thing that must hold. holds: None where this run cannot tell. equal, close: positions compared."""
 
     name: str
-    holds: bool
+    holds: bool | None
     detail: str
     equal: int = 0
     close: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """Return it in words."""
+        return "not judged" if self.holds is None else "holds" if self.holds else "FAILS"
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +76,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a demo. answers: of a model with a vocabulary.
+    """The result of a demo. ok: no check fails. answers: of a model with a vocabulary.
 
     begun: date and time, UTC. page_tokens, page_bytes: of the model's KV. measured: loads and computations with nothing
     else running, where a report was asked for; gpu_tokens_per_second: what the user states.
@@ -94,6 +99,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine | None = None
     measured: list[Measured] = []
     gpu_tokens_per_second: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Return what the checks come to, in words."""
+        if not self.ok:
+            return "it does not hold"
+        return "all of it holds" if all(check.holds for check in self.checks) else "all that was judged holds"
 
     def moment(self, act: str, what: str) -> float | None:
         """Return when something happened first, None where it did not."""
