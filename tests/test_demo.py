@@ -567,6 +567,49 @@ def test_what_cannot_be_read_is_said_before_anything_is_served(
     assert message in capsys.readouterr().err
 
 
+def test_a_directory_for_the_disk_tier_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    kept = tmp_path / "mine"
+    kept.write_text("kept")
+    with acts_that(monkeypatch, {"swapped": 1}, {}):
+        scenario = demo_run.Acts.scenario
+
+        def look(self: demo_run.Acts, name: str, **how: object) -> demo_run.Scenario:
+            seen.append(scenario(self, name, **how).disk_path)
+            Path(seen[-1]).mkdir(exist_ok=True)
+            return scenario(self, name, **how)
+
+        monkeypatch.setattr(demo_run.Acts, "scenario", look)
+        assert cli.main(["demo", "--quick", "--model", "random", "--directory", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert seen
+    assert all(Path(path).is_relative_to(tmp_path) for path in seen)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_directory_that_is_not_there_is_not_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", "--directory", str(tmp_path / "a" / "b")])
+    assert "is not a directory: name one that is there" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_says_what_is_counted_by_tier_and_what_by_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = [one_served(0, found={"device": 48, "disk": 8}), one_served(1, found={})]
+    with acts_that(monkeypatch, {"swapped": 1}, {act: {"served": requests} for act in (*demo_run.TIERED, "recompute")}):
+        assert cli.main(["demo", "--quick", "--model", "random"]) == 0
+    said = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+    assert rows[0] == ["device", "12", "-", "-", "3", "100.0", "250.0", "250.0"]
+    assert rows[3] == ["disk", "12", "0.0", "0.0", "0", "-", "-", "-"]
+    assert rows[4] == ["nothing found", "-", "-", "-", "3", "-", "250.0", "250.0"]
+    assert "tokens and MB: by the tier they came from or went to" in " ".join(said.split())
+
+
 def test_prompts_are_not_dropped_where_only_random_weights_are_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -40,7 +40,12 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--requests", type=positive, metavar="N", help="how many requests to serve")
     parser.add_argument("--seed", type=natural, default=0, help="of random weights and their prompts (default 0)")
-    parser.add_argument("--directory", metavar="DIR", help="where the disk tier lies (default: a temporary directory)")
+    parser.add_argument(
+        "--directory",
+        metavar="DIR",
+        help="where the disk tier lies while the demo runs: in a temporary directory in DIR, which must be there, "
+        "removed at the end (default: where temporary files are)",
+    )
     parser.add_argument(
         "--report",
         metavar="FILE.html",
@@ -71,16 +76,13 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                     pass
         except OSError as error:
             parser.error(escaped(f"{what} {path}: {error.strerror}"))
-    try:
-        if options.directory is not None:
-            os.makedirs(options.directory, mode=0o700, exist_ok=True)
-    except OSError as error:
-        parser.error(escaped(f"--directory {options.directory}: {error.strerror}"))
+    if options.directory is not None and not _may_write_in(options.directory):
+        what = "may not be written by this user" if os.path.isdir(options.directory) else "is not a directory"
+        parser.error(escaped(f"--directory {options.directory} {what}: name one that is there and may be written"))
     if options.gpu_tokens_per_second is not None and options.report is None:
         parser.error("--gpu-tokens-per-second is for the report: give --report FILE.html too")
     if options.report is not None:
-        folder = os.path.dirname(os.path.abspath(options.report))
-        if os.path.isdir(options.report) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        if os.path.isdir(options.report) or not _may_write_in(os.path.dirname(os.path.abspath(options.report))):
             parser.error(escaped(f"--report {options.report}: no file can be written there"))
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:
@@ -110,3 +112,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except (ModelError, GgufError, PromptsError, TraceError) as error:
         say(f"stepwell demo: {error}", to=sys.stderr)
         return 2
+
+
+def _may_write_in(folder: str) -> bool:
+    """Return whether this user may make files in a directory that is there."""
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

@@ -40,6 +40,7 @@ prefill in the other."""
 KILL_AFTER = 3
 WARM_REQUESTS = 24
 TURNS = 4
+NOTHING = "nothing found"
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,6 +48,7 @@ ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class DemoOptions:
     """What the command line asked for. model: "auto", "smollm2", "random", or the path of a GGUF file.
 
+    directory: where a temporary directory is made for the disk tier; None: where temporary files are.
     report: the file that becomes an HTML report of the run. gpu_tokens_per_second: of the device it is to model.
     """
 
@@ -206,7 +208,8 @@ def run_demo(options: DemoOptions) -> int:
     with ExitStack() as stack:
         stack.enter_context(_ended_in_order())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepwell-demo-")))
-        disk = Path(options.directory) if options.directory else work / "disk"
+        beside = tempfile.TemporaryDirectory(prefix="stepwell-demo-", dir=options.directory)
+        disk = Path(stack.enter_context(beside)) / "tier"
         shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         stack.callback(shutil.rmtree, shared, ignore_errors=True)
         stack.callback(_end_undisturbed)
@@ -564,11 +567,10 @@ def _print(console: Console, report: Report) -> None:
     served, recompute = report.runs["served"], report.runs["recompute"]
     console.print(_tier_table(served, report))
     console.print(
-        f"  {served.requests} requests: {served.prompt_tokens} prompt tokens, {sum(served.reused_tokens.values())} "
+        f"  the first act: {served.requests} requests, {served.prompt_tokens} prompt tokens, {sum(served.reused_tokens.values())} "
         f"reused, {served.computed_tokens} computed (generated ones included), {served.preemptions} preemptions; "
         f"{served.seconds:.1f} s beside {recompute.seconds:.1f} s without reuse"
     )
-    console.print(f"  SSD: {served.bytes_written.get('disk', 0) / 1e6:.1f} MB written, each page once")
     for check in report.checks:
         colour = {True: "green", False: "bold red", None: "yellow"}[check.holds]
         console.print(Text.assemble("  ", (check.verdict, colour), f"  {check.name}: {check.detail}"))
@@ -577,30 +579,40 @@ def _print(console: Console, report: Report) -> None:
 
 
 def _tier_table(served: Summary, report: Report) -> Table:
-    """Show per tier what was reused, what moved, and how long the first token took beside recomputing it."""
+    """Show per tier what was reused and what moved; and how long the requests that lived on it mostly took."""
     recomputed = {one.request: one.first_token for one in report.runs["recompute"].served}
-    table = Table(title="all acts with tiers, by the tier in which most of the prefix was found")
-    for column in ("tier", "requests", "tokens", "MB read", "MB written", "load ms", "first token ms", "recomputed ms"):
+    table = Table(
+        title="the three acts through all tiers (served, after SIGKILL, from disk)",
+        caption="tokens and MB: by the tier they came from or went to; requests and their median times: by the tier that "
+        "held most of the prefix",
+    )
+    moved = ("tier", "tokens reused", "MB read", "MB written")
+    for column in (*moved, "requests mostly from it", "load ms", "first token ms", "recomputed ms"):
         table.add_column(column, justify="left" if column == "tier" else "right")
     everything = [*served.served, *report.runs["shared"].served, *report.runs["disk"].served]
-    for tier in ("device", "host", "shared", "disk", "nowhere"):
-        mine = [one for one in everything if max(one.found, key=lambda t: one.found[t], default="nowhere") == tier]
+    for tier in (*TIERS, NOTHING):
+        mine = [one for one in everything if (_mostly_from(one) or NOTHING) == tier]
 
         def median(values: list[float]) -> str:
             return f"{statistics.median(values) * 1e3:.1f}" if values else "-"
 
-        moved = tier not in ("device", "nowhere")
+        is_below = tier in TIERS[1:]
         table.add_row(
             tier,
+            str(sum(run.reused_tokens.get(tier, 0) for run in _tier_runs(report))) if tier in TIERS else "-",
+            f"{sum(run.bytes_read.get(tier, 0) for run in _tier_runs(report)) / 1e6:.1f}" if is_below else "-",
+            f"{sum(run.bytes_written.get(tier, 0) for run in _tier_runs(report)) / 1e6:.1f}" if is_below else "-",
             str(len(mine)),
-            str(sum(run.reused_tokens.get(tier, 0) for run in _tier_runs(report))),
-            f"{sum(run.bytes_read.get(tier, 0) for run in _tier_runs(report)) / 1e6:.1f}" if moved else "-",
-            f"{sum(run.bytes_written.get(tier, 0) for run in _tier_runs(report)) / 1e6:.1f}" if moved else "-",
-            median([one.wait for one in mine]),
+            median([one.wait for one in mine]) if tier in TIERS else "-",
             median([one.first_token for one in mine]),
             median([recomputed[one.request] for one in mine if one.request in recomputed]),
         )
     return table
+
+
+def _mostly_from(served: Served) -> str | None:
+    """Return the tier that held most of what was found; None where nothing was."""
+    return max(served.found, key=lambda tier: served.found[tier]) if any(served.found.values()) else None
 
 
 def _tier_runs(report: Report) -> list[Summary]:
