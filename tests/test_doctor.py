@@ -26,6 +26,7 @@ from doctor_kit import (
     run_doctor,
     settings_of,
 )
+from stepwell.config import parse_size
 from stepwell.doctor import directories as directory_checks
 from stepwell.doctor import machine
 from stepwell.doctor.directories import Mount, probe_direct_io
@@ -115,7 +116,7 @@ def test_where_its_own_metadata_cannot_be_read_it_says_so_and_goes_on(monkeypatc
 
     monkeypatch.setattr(metadata, "version", nowhere)
     found = look(["host=1MiB"])
-    assert (found["packages"].verdict, line_of(found["packages"])) == ("warn", "pip install stepwell")
+    assert (found["packages"].verdict, line_of(found["packages"])) == ("warn", "pip install .")
     assert found["memory"].verdict == "ok"
 
 
@@ -154,6 +155,29 @@ def test_more_memory_than_the_machine_has_fails(tree: Tree, memory: Path) -> Non
     assert found["memory"].verdict == "fail"
     assert "3 GiB of 4 GiB available; host 1 GiB + shared 8 GiB" in found["memory"].found
     assert look([*asked, *settings_of(found["memory"])], root=tree.root)["memory"].verdict == "ok"
+
+
+@pytest.mark.parametrize(("shared", "host"), [(100, 2), (100, 20), (100, 90), (20, 20), (8, 20), (1, 90), (0, 90)])
+@pytest.mark.parametrize("available", [2, 12, 22])
+def test_all_checks_of_memory_give_one_advice_that_mends_them_all_and_raises_nothing(
+    tree: Tree, memory: Path, shared: int, host: int, available: int
+) -> None:
+    tree.memory(24 * GIB, available * GIB)
+    tree.cgroup2("/", {"/": {"memory.max": f"{23 * GIB}\n", "memory.current": f"{GIB}\n"}})
+    asked = [f"host={host}GiB", *([f"shared.path={memory}/s", f"shared.capacity={shared}GiB"] if shared else [])]
+    found = look(asked, root=tree.root)
+    bad = [found[name] for name in ("memory", "memory cgroup", "shared capacity") if name in found]
+    bad = [finding for finding in bad if finding.verdict != "ok"]
+    assert bad
+    advice = set(settings_of(bad[0]) if "echo" not in bad[0].remedy else re.findall(r"--set (\S+)", bad[0].remedy))
+    for finding in bad:
+        assert set(re.findall(r"--set (\S+)", finding.remedy)) == advice
+    for setting in advice:
+        name, _, value = setting.partition("=")
+        given = {"host": host, "shared.capacity": shared}[name]
+        assert parse_size(value, name=name) < given * GIB
+    again = look([*asked, *advice], root=tree.root)
+    assert {again[name].verdict for name in ("memory", "memory cgroup", "shared capacity") if name in again} == {"ok"}
 
 
 def test_more_memory_than_is_available_now_is_warned_of(tree: Tree, memory: Path) -> None:
@@ -641,15 +665,18 @@ def test_in_a_container_without_rights_the_line_is_the_container_s(
 
 
 def test_more_disk_than_there_is_fails(tmp_path: Path) -> None:
-    asked = [f"disk.path={tmp_path}/d", "disk.capacity=9000TiB", "disk.volume_bytes=1TiB"]
+    asked = [f"disk.path={tmp_path}/d", "disk.capacity=9000TiB", "disk.volume_bytes=1TiB", "disk.share=2TiB"]
     found = look(asked)
     if found["disk file system"].verdict == "fail":
         pytest.skip("temporary files are on a tmpfs here")
     assert found["disk capacity"].verdict == "fail"
-    again = look([*asked[:2], *settings_of(found["disk capacity"])])["disk capacity"]
-    assert again.verdict in ("ok", "warn")
-    if again.verdict == "warn":
-        assert look([*asked[:2], *settings_of(again)])["disk capacity"].verdict == "ok"
+    again = look([*asked, *settings_of(found["disk capacity"])])["disk capacity"]
+    assert again.verdict == "ok"
+
+
+def test_a_capacity_is_told_in_volumes_of_the_size_that_was_asked_for(memory: Path) -> None:
+    found = look([f"shared.path={memory}/s", "shared.capacity=256MiB"])["shared capacity"]
+    assert found.found.startswith("256 MiB: 4 volumes of 64 MiB (pages of 2 MiB fill 62.09 MiB of each), ")
 
 
 def test_a_volume_that_holds_no_page_fails(memory: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from stepwell import _core
-from stepwell.config import DiskTier, SharedTier, parse_size
+from stepwell.config import DiskTier, SharedTier, parse_size, volume_bytes
 from stepwell.doctor.findings import Finding, fail, ok, size_setting, warn
-from stepwell.doctor.machine import CAP_SYS_ADMIN, check_logout, has_capability, taken_bytes
+from stepwell.doctor.machine import CAP_SYS_ADMIN, DRIFT, Fit, Needs, capacity_setting, check_logout, has_capability, taken_bytes
 from stepwell.doctor.scratch import may_write, nearest_existing, parent_of, scratch_beside
 from stepwell.effective import show_size, tier_capacity
 from stepwell.settings import Settings
@@ -232,9 +232,11 @@ def _check_room(
     taken = taken_bytes(given)
     holds = tier_capacity(settings, tier)
     tokens = holds.pages * settings.config.geometry.page_tokens
+    page = show_size(settings.config.geometry.page_bytes)
+    fill = f" (pages of {page} fill {show_size(holds.volume_bytes)} of each)" if holds.pages else ""
     found = (
-        f"{show_size(capacity)} = {holds.volumes} x {show_size(holds.volume_bytes)} (volumes), {tokens:,} tokens; "
-        f"file system {show_size(system.total_bytes)}, {show_size(system.free_bytes)} free"
+        f"{show_size(capacity)}: {holds.volumes} volumes of {show_size(volume_bytes(given, name=tier))}{fill}, "
+        f"{tokens:,} tokens; file system {show_size(system.total_bytes)}, {show_size(system.free_bytes)} free"
     )
     if taken:
         found += f"; {show_size(taken)} taken already"
@@ -251,18 +253,14 @@ def _check_room(
             subject,
             f"{found}; at most {show_size(total.nbytes)} ({total.source})",
             why="a store refuses to open with a capacity that can never be had",
-            remedy=_more_room(
-                tier, path, mount, root, capacity, total.nbytes, of_system=total.nbytes == system.total_bytes
-            ),
+            remedy=_more_room(settings, given, mount, root, of_system=total.nbytes == system.total_bytes),
         )
     elif capacity > free.nbytes + taken:
         yield warn(
             subject,
             f"{found}; {show_size(free.nbytes)} can be had now ({free.source})",
             why="volumes beyond that are refused, with numbers, until somebody frees space",
-            remedy=_more_room(
-                tier, path, mount, root, capacity, free.nbytes + taken, of_system=free.nbytes == system.free_bytes
-            ),
+            remedy=_more_room(settings, given, mount, root, of_system=free.nbytes == system.free_bytes),
         )
     else:
         yield ok(subject, found)
@@ -279,13 +277,23 @@ def _check_room(
         )
 
 
-def _more_room(tier: str, path: str, mount: Mount, root: Path, capacity: int, room: int, *, of_system: bool) -> str:
-    """Return the line that makes a capacity fit: a larger tmpfs where that is what limits, else a smaller capacity."""
-    smaller = f"--set {tier}.capacity={size_setting(room)}"
-    if not of_system or mount.kind != "tmpfs":
+def _more_room(
+    settings: Settings, given: SharedTier | DiskTier, mount: Mount, root: Path, *, of_system: bool
+) -> str:
+    """Return the line that makes a capacity fit, by every check of it, now: a larger tmpfs where only that limits, else
+    a smaller capacity.
+    """
+    system, taken = _core.file_statfs(mount.point), taken_bytes(given)
+    if isinstance(given, DiskTier):
+        free = system.free_bytes - system.free_bytes // DRIFT
+        return capacity_setting("disk", given, min(system.total_bytes, free + taken))
+    fit = Fit.of(Needs.of(settings), MemoryLimits(root))
+    smaller = fit.remedy()
+    if not of_system or mount.kind != "tmpfs" or not fit.has_memory:
         return smaller
-    system = _core.file_statfs(mount.point)
-    mib = -(-(capacity - room + system.total_bytes) >> 20) + 1 if capacity > room else system.total_bytes >> 20
+    capacity = parse_size(given.capacity, name="shared.capacity")
+    used = system.total_bytes - system.free_bytes
+    mib = -(-(capacity + max(used - taken, 0)) >> 20) + 1
     remount = f"mount -o remount,size={mib}m {mount.point}"
     if is_container(root) and not has_capability(CAP_SYS_ADMIN, root):
         return (

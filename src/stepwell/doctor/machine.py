@@ -16,6 +16,7 @@ from typing import Final
 from stepwell import _core
 from stepwell.config import DiskTier, SharedTier, parse_size
 from stepwell.doctor.findings import Finding, fail, ok, size_setting, warn
+from stepwell.doctor.scratch import nearest_existing
 from stepwell.effective import show_size, tier_capacity
 from stepwell.settings import Settings
 from stepwell.tiers.limits import MEMORY_MARGIN_BYTES, CgroupLimit, MemoryLimits
@@ -29,6 +30,7 @@ DESCRIPTORS_OF_A_PROCESS: Final = 128  # interpreter, engine's own files and soc
 DESCRIPTORS_OF_SHARED: Final = 2  # a volume: lock, file
 DESCRIPTORS_OF_DISK: Final = 5  # a volume: lock, metadata, pages, LMDB, and one while it is being read
 MAPPINGS_OF_A_PROCESS: Final = 4096  # libraries, threads' stacks, arenas
+DRIFT: Final = 32  # this part of what is free now comes and goes: advice that uses all of it is late at once
 SYSTEM_UIDS: Final = 999  # SYS_UID_MAX where /etc/login.defs says nothing
 
 
@@ -36,11 +38,13 @@ SYSTEM_UIDS: Final = 999  # SYS_UID_MAX where /etc/login.defs says nothing
 class Needs:
     """What a configuration takes of a machine when all its tiers are full. Bytes, and counts of volumes.
 
-    memory_bytes: host and shared, less what is in the shared directory already. file_bytes: of the largest file.
+    memory_bytes: host and shared, less what is in the shared directory already. shared: as configured.
+    file_bytes: of the largest file.
     """
 
     host_bytes: int = 0
     shared_bytes: int = 0
+    shared: SharedTier | None = None
     taken_bytes: int = 0
     shared_volumes: int = 0
     disk_volumes: int = 0
@@ -69,12 +73,74 @@ class Needs:
         return cls(
             host_bytes=config.host_bytes() or 0,
             shared_bytes=parse_size(config.shared.capacity, name="shared.capacity") if config.shared else 0,
+            shared=config.shared,
             taken_bytes=taken,
             shared_volumes=volumes["shared"],
             disk_volumes=volumes["disk"],
             file_bytes=largest,
             has_device=config.device is not None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What of host and shared fits by every check of them, now. Never more than was asked.
+
+    both_bytes: what the two may take together, whatever the file system of shared memory has.
+    """
+
+    needs: Needs
+    host_bytes: int
+    shared_bytes: int
+    both_bytes: int
+
+    @classmethod
+    def of(cls, needs: Needs, limits: MemoryLimits) -> Fit:
+        """Look at machine, cgroups and the file system of shared memory. Host keeps its size where shared can give."""
+        total, available = limits.machine()
+        groups = list(limits.cgroups())
+        left = _steady(min([available, *(group.limit_bytes - group.used_bytes for group in groups)]))
+        both = min([total, *(group.limit_bytes for group in groups), left + needs.taken_bytes])
+        shared = needs.shared_bytes
+        if needs.shared is not None:
+            system = _core.file_statfs(nearest_existing(os.path.abspath(os.path.expanduser(needs.shared.path))))
+            free = system.free_bytes - system.free_bytes // DRIFT
+            shared = min(shared, system.total_bytes, free + needs.taken_bytes)
+        host = min(needs.host_bytes, left, both)
+        if needs.shared_bytes and both - host < needs.shared_bytes // 8:
+            host = min(host, both // 4)
+        return cls(needs, host, min(shared, both - host), both)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether memory has all that was asked, so that only the file system is in the way, if anything is."""
+        return self.needs.host_bytes + self.needs.shared_bytes <= self.both_bytes
+
+    def remedy(self) -> str:
+        """Return the settings that make it fit."""
+        lines = []
+        if self.needs.shared is not None and self.shared_bytes < self.needs.shared_bytes:
+            if self.shared_bytes < 1 << 20:
+                return "free -m  # then end what holds memory: there is none for the shared tier now"
+            lines.append(capacity_setting("shared", self.needs.shared, self.shared_bytes))
+        if self.host_bytes < self.needs.host_bytes:
+            lines.append(f"--set host={size_setting(self.host_bytes) if self.host_bytes >= 1 << 20 else 'none'}")
+        return " ".join(lines) or "free -m  # now there is enough: what was in the way has gone meanwhile"
+
+
+def capacity_setting(name: str, tier: SharedTier | DiskTier, nbytes: int) -> str:
+    """Return the settings that give a tier a smaller capacity, and sizes within it where they are larger than that."""
+    lines = [f"--set {name}.capacity={size_setting(nbytes)}"]
+    for part, size in (("volume_bytes", tier.volume_bytes), ("share", tier.share)):
+        if size is not None and parse_size(size, name=f"{name}.{part}") > nbytes:
+            lines.append(f"--set {name}.{part}={size_setting(nbytes // 8)}")
+    return " ".join(lines)
+
+
+def _steady(nbytes: int) -> int:
+    """Return what of free memory is there in a moment too: less what others are left, and what comes and goes."""
+    room = max(nbytes - MEMORY_MARGIN_BYTES, 0)
+    return room - room // DRIFT
 
 
 def taken_bytes(tier: SharedTier | DiskTier) -> int:
@@ -107,7 +173,7 @@ def check_packages(needs: Needs) -> Iterator[Finding]:
             "packages",
             "no metadata of stepwell can be read here: it runs from a directory, or this user may not read its install",
             why="what it needs, and whether that is here, is not known",
-            remedy="pip install stepwell  # as, or for, the user that will run the engine",
+            remedy="pip install .  # in the checkout (or stepwell from an index), as, or for, the user that will run the engine",
         )
         return
     wanted: dict[str, str] = {}
@@ -188,7 +254,7 @@ def check_memory(needs: Needs, limits: MemoryLimits) -> Iterator[Finding]:
     room = available - MEMORY_MARGIN_BYTES
     if needs.host_bytes + needs.shared_bytes > total:
         yield fail(
-            "memory", found, why="both lie in memory, and the machine has less", remedy=_smaller(needs, total // 2)
+            "memory", found, why="both lie in memory, and the machine has less", remedy=Fit.of(needs, limits).remedy()
         )
     elif needs.memory_bytes > room:
         yield warn(
@@ -196,7 +262,7 @@ def check_memory(needs: Needs, limits: MemoryLimits) -> Iterator[Finding]:
             found,
             why=f"with {show_size(MEMORY_MARGIN_BYTES)} left over for others, {show_size(max(room, 0))} can be had "
             "now: volumes that do not fit are refused, with numbers",
-            remedy=_smaller(needs, room),
+            remedy=Fit.of(needs, limits).remedy(),
         )
     else:
         yield ok("memory", found)
@@ -204,10 +270,10 @@ def check_memory(needs: Needs, limits: MemoryLimits) -> Iterator[Finding]:
     if not groups:
         yield ok("memory cgroup", "no group above this process limits it below the machine's memory")
     for group in sorted(groups, key=lambda group: group.limit_bytes - group.used_bytes)[:1]:
-        yield _check_cgroup(needs, group)
+        yield _check_cgroup(needs, group, Fit.of(needs, limits))
 
 
-def _check_cgroup(needs: Needs, group: CgroupLimit) -> Finding:
+def _check_cgroup(needs: Needs, group: CgroupLimit, fit: Fit) -> Finding:
     room = group.limit_bytes - group.used_bytes - MEMORY_MARGIN_BYTES
     found = (
         f"{group.source}: {show_size(group.used_bytes)} of {show_size(group.limit_bytes)} in use, "
@@ -220,23 +286,13 @@ def _check_cgroup(needs: Needs, group: CgroupLimit) -> Finding:
     raised = group.used_bytes + needs.memory_bytes + 4 * MEMORY_MARGIN_BYTES  # others come and go meanwhile
     remedy = (
         f"echo {raised} > {group.source}  # as root; docker: --memory={size_setting(raised + (1 << 20))}; Kubernetes: "
-        f"resources.limits.memory; or {_smaller(needs, room)}"
+        f"resources.limits.memory; or {fit.remedy()}"
     )
     if needs.host_bytes + needs.shared_bytes > group.limit_bytes:
         return fail("memory cgroup", found, why=f"{why}; stepwell refuses to open", remedy=remedy)
     if needs.memory_bytes > room:
         return warn("memory cgroup", found, why=f"{why}; stepwell refuses volumes that do not fit", remedy=remedy)
     return ok("memory cgroup", found)
-
-
-def _smaller(needs: Needs, room: int) -> str:
-    """Return the setting that makes host and shared fit in so many bytes more than are taken."""
-    shared = room - needs.host_bytes + needs.taken_bytes
-    if needs.shared_bytes and shared >= needs.shared_bytes // 8:
-        return f"--set shared.capacity={size_setting(shared)}"
-    if needs.shared_bytes:
-        return f"--set shared.capacity={size_setting(max(room, 0) // 2)} --set host={size_setting(max(room, 0) // 4)}"
-    return f"--set host={size_setting(max(room, 0))}"
 
 
 def check_locked_memory(needs: Needs, root: Path) -> Finding:

@@ -81,7 +81,7 @@ def _device_round(settings: Settings, tiers: Mapping[str, SharedTier | DiskTier]
             "device round",
             "jax is not installed",
             why="the device tier is made of its arrays",
-            remedy="pip install 'stepwell[jax]'",
+            remedy="pip install jax",
         )
     tier = next(iter(tiers), "host")
     try:
