@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import stepwell
 from doctor_kit import GEOMETRY_TEXT, clean_environment
 from stepwell.cli import main
 
@@ -106,3 +107,9 @@ def test_the_doctor_prints_verdict_reason_and_remedy_and_counts(
     remedy = lines[at + 2].split()[-1]
     assert main(["doctor", "--no-round", "--set", "host=9000TiB", "--set", remedy]) == 0
     assert "[ok]   memory: " in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"stepwell {stepwell.__version__}\n"

@@ -437,10 +437,10 @@ def test_too_few_requests_to_fill_the_tiers_are_no_failure(
         assert (code, report["ok"]) == ((1, False) if holds is False else (0, True))
         check = next(check for check in report["checks"] if check["name"] == "every tier serves hits")
         assert check["holds"] is holds
-        assert ("20 requests are too few to fill the tiers (60 do)" in check["detail"]) == (holds is None)
+        assert ("too few requests to fill the tiers (20, and 60 do)" in check["detail"]) == (holds is None)
         assert cli.main(["demo", "--quick", "--model", "random", *arguments]) == code
     shown = " ".join(capsys.readouterr().out.split())
-    assert ("not judged every tier serves hits: 20 requests are too few" in shown) == (holds is None)
+    assert ("not judged every tier serves hits: too few requests" in shown) == (holds is None)
     assert {None: "all that was judged holds (", True: "all of it holds (", False: "it does not hold ("}[holds] in shown
 
 
@@ -565,6 +565,12 @@ def test_what_cannot_be_read_is_said_before_anything_is_served(
         got = end.code  # type: ignore[assignment]
     assert got == code
     assert message in capsys.readouterr().err
+
+
+def test_one_request_alone_cannot_have_a_page_swapped() -> None:
+    same = compare(recorded(np.random.default_rng(0)), recorded(np.random.default_rng(0)))
+    assert demo_run._negative(same, summary(changes={"requests": 1})).holds is None
+    assert demo_run._negative(same, summary(changes={"requests": 2})).holds is False
 
 
 def test_a_directory_for_the_disk_tier_is_left_as_it_was(

