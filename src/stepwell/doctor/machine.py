@@ -124,17 +124,25 @@ class Fit:
                 return "free -m  # then end what holds memory: there is none for the shared tier now"
             lines.append(capacity_setting("shared", self.needs.shared, self.shared_bytes))
         if self.host_bytes < self.needs.host_bytes:
-            lines.append(f"--set host={size_setting(self.host_bytes) if self.host_bytes >= 1 << 20 else 'none'}")
+            host = _round_down(self.host_bytes)
+            lines.append(f"--set host={size_setting(host) if host >= 1 << 20 else 'none'}")
         return " ".join(lines) or "free -m  # now there is enough: what was in the way has gone meanwhile"
 
 
 def capacity_setting(name: str, tier: SharedTier | DiskTier, nbytes: int) -> str:
     """Return the settings that give a tier a smaller capacity, and sizes within it where they are larger than that."""
+    nbytes = _round_down(nbytes)
     lines = [f"--set {name}.capacity={size_setting(nbytes)}"]
     for part, size in (("volume_bytes", tier.volume_bytes), ("share", tier.share)):
         if size is not None and parse_size(size, name=f"{name}.{part}") > nbytes:
             lines.append(f"--set {name}.{part}={size_setting(nbytes // 8)}")
     return " ".join(lines)
+
+
+def _round_down(nbytes: int) -> int:
+    """Return a round size a little below: what is free changes all the time, and two lines should give one number."""
+    unit = 1 << max(nbytes.bit_length() - 7, 0)
+    return nbytes // unit * unit
 
 
 def _steady(nbytes: int) -> int:
