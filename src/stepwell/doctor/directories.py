@@ -13,7 +13,16 @@ from typing import Final
 from stepwell import _core
 from stepwell.config import DiskTier, SharedTier, parse_size, volume_bytes
 from stepwell.doctor.findings import Finding, fail, ok, size_setting, warn
-from stepwell.doctor.machine import CAP_SYS_ADMIN, DRIFT, Fit, Needs, capacity_setting, check_logout, has_capability, taken_bytes
+from stepwell.doctor.machine import (
+    CAP_SYS_ADMIN,
+    DRIFT,
+    Fit,
+    Needs,
+    capacity_setting,
+    check_logout,
+    has_capability,
+    taken_bytes,
+)
 from stepwell.doctor.scratch import may_write, nearest_existing, parent_of, scratch_beside
 from stepwell.effective import show_size, tier_capacity
 from stepwell.settings import Settings

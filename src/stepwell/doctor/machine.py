@@ -181,7 +181,8 @@ def check_packages(needs: Needs) -> Iterator[Finding]:
             "packages",
             "no metadata of stepwell can be read here: it runs from a directory, or this user may not read its install",
             why="what it needs, and whether that is here, is not known",
-            remedy="pip install .  # in the checkout (or stepwell from an index), as, or for, the user that will run the engine",
+            remedy="pip install .  # in the checkout (or stepwell from an index), as, or for, the user that will run "
+            "the engine",
         )
         return
     wanted: dict[str, str] = {}
