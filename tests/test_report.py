@@ -437,6 +437,52 @@ def test_the_kill_and_the_return_are_on_one_clock() -> None:
     assert "first cached prefix on the device, 6.01 s after: SIGKILL" in titles(chart(page, "time-line"), "hit")[0]
 
 
+@pytest.mark.parametrize("removed", [27.5, 30.0, 35.0, 49.0, 59.0])
+def test_no_line_runs_through_a_label(removed: float) -> None:
+    moments = [moment for moment in sample().moments if moment.what != "removed"]
+    page = render(sample(moments=[*moments, Moment(at=removed, act="disk", what="removed")]))
+    for name in ("over-time", "time-line"):
+        svg = chart(page, name)
+        marks = list(svg)
+        events = [mark for mark in marks if mark.get("class") == "event"]
+        assert len(events) == 2
+        for at, label in enumerate(marks):
+            if label.tag != "text" or label.get("class") not in ("event-label", "tick"):
+                continue
+            words, x, y = label.text or "", float(label.get("x") or 0), float(label.get("y") or 0)
+            width = len(words) * charts.CHARACTER
+            left = {"start": x, "end": x - width, "middle": x - width / 2}[label.get("text-anchor") or "start"]
+            for line in events:
+                across, top = float(line.get("x1") or 0), float(line.get("y1") or 0)
+                is_crossed = left < across < left + width and top < y
+                is_below = float(line.get("y2") or 0) <= y - 12
+                has_paper = marks[at - 1].get("class") == "paper" and marks.index(line) < at
+                assert not is_crossed or is_below or has_paper, words
+
+
+def test_a_bar_ends_where_its_process_was_killed_and_every_mark_has_a_key() -> None:
+    page = render(sample())
+    after = titles(chart(page, "time-line"), "phase-after")
+    # Served at 26, killed at 27, found to have ended at 27.5.
+    assert after[0] == "Four tiers, then SIGKILL: serving on until killed, or closing, 1.00 s"
+    keys = next(ul for ul in parsed(page).iter("ul") if ul.get("aria-label") == "phases and marks")
+    assert [path.get("class") for path in keys.iter("path")][-1] == "hit"
+
+
+def test_times_measured_on_a_busy_machine_are_said_to_be_upper_bounds() -> None:
+    machine = msgspec.structs.replace(look_at_machine(Path("/dev/shm"), Path("/")), cores=2)
+    said = "The machine was busy (load 3.4 on 2 cores): these times are upper bounds."
+    assert said in render(sample(machine=machine, measured_load=3.4))
+    assert "upper bounds" not in render(sample(machine=machine, measured_load=1.9))
+    assert "upper bounds" not in render(sample(machine=machine, measured_load=3.4, measured=[]))
+
+
+def test_rates_have_the_digits_that_are_meant() -> None:
+    assert [charts.rounded(value) for value in (93_721.4, 9.96, 1_748_000)] == ["94,000", "10", "1,700,000"]
+    sizes = [charts.capacity(value) for value in (512, 32 << 10, 7 << 19, 100 << 30, 0)]
+    assert sizes == ["512 B", "32 KiB", "3.5 MiB", "100 GiB", "0 B"]
+
+
 def test_only_the_stated_rate_is_modelled() -> None:
     without, with_rate = render(sample()), render(sample(gpu_tokens_per_second=20_000.0))
     assert not titles(chart(without, "load-or-compute"), "stroke-model")

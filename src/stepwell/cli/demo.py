@@ -49,8 +49,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--report",
         metavar="FILE.html",
-        help="write an HTML report of the run: one file, nothing loaded from anywhere. Takes some seconds more, to "
-        "measure loads and computations with nothing else running",
+        help="write an HTML report of the run: one file, nothing loaded from anywhere. Takes about half a minute more, "
+        "to measure loads and computations with nothing else running in it",
     )
     parser.add_argument(
         "--gpu-tokens-per-second",
@@ -82,7 +82,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.gpu_tokens_per_second is not None and options.report is None:
         parser.error("--gpu-tokens-per-second is for the report: give --report FILE.html too")
     if options.report is not None:
-        if os.path.isdir(options.report) or not _may_write_in(os.path.dirname(os.path.abspath(options.report))):
+        folder = os.path.dirname(os.path.abspath(options.report))
+        if os.path.isdir(options.report) or not _may_write_in(folder):
             parser.error(escaped(f"--report {options.report}: no file can be written there"))
     missing = [name for name in ("jax", "rich") if importlib.util.find_spec(name) is None]
     if missing:

@@ -32,6 +32,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def rounded(value: float) -> str:
+    """Return a number of which two digits are meant."""
+    return count(float(f"{value:.2g}"))
+
+
 def duration(seconds: float) -> str:
     """Return a duration in a unit that suits it."""
     if seconds == 0:
@@ -49,6 +54,14 @@ def size(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:,.0f} {unit}"
     return f"{value:.0f} B"
+
+
+def capacity(value: int) -> str:
+    """Return the size of a tier or a memory, in the binary unit in which it is set."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= scale:
+            return f"{value / scale:,.2f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{value} B"
 
 
 def percent(part: float, whole: float) -> str:
@@ -147,6 +160,13 @@ class Drawing:
         """Write a label; anchor: start, middle, end."""
         kind = f' class="{kind}"' if kind else ""
         self.marks.append(f'<text{kind} x="{_at(x)}" y="{_at(y)}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def note(self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start") -> None:
+        """Write a label on paper of its own: what is below it does not run through it."""
+        width = len(words) * CHARACTER * 0.92 + 6
+        left = min(max(x - (width - 3 if anchor == "end" else 3), 0), WIDTH - width)
+        self.rect(left, y - 12, width, 16, "paper")
+        self.text(x, y, words, kind, anchor=anchor)
 
     def columns(self, scale: Scale, top: float, bottom: float, words: str, *, unit: str = "", most: int = 10) -> None:
         """Draw the axis below: ticks with numbers, and what they are."""

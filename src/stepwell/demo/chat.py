@@ -59,6 +59,17 @@ class Chat:
         text: str = self.tokenizer.decode(ids)
         return text
 
+    def words(self, tokens: npt.ArrayLike) -> str:
+        """Return the text of a part of a conversation without the names of roles that follow its marks."""
+        parts: list[list[int]] = [[]]
+        for token in np.asarray(tokens).tolist():
+            if token == self.start:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        first, *turns = [self.text(part) for part in parts]
+        return first + "".join(turn.partition("\n")[2] for turn in turns)
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text).ids
         return ids

@@ -115,18 +115,22 @@ def over_time(report: Report) -> str:
 
 
 def _taken_away(drawing: Drawing, report: Report, x: Scale, top: float, bottom: float) -> None:
-    """Mark the kill and the removal with lines from above to below; labels stand beside them, in two rows."""
-    labels = []
-    for row, (act, what, words) in enumerate(
-        (("served", "killed", "SIGKILL"), ("disk", "removed", "shared memory removed"))
-    ):
-        at, y = report.moment(act, what), top + 17 * row
+    """Mark the kill and the removal with lines from above to below; labels stand beside them, in two rows.
+
+    The removal comes later, so its label is above: the line of the kill begins below that, and its label ends before
+    the line of the removal.
+    """
+    killed, removed = report.moment("served", "killed"), report.moment("disk", "removed")
+    room = RIGHT
+    for y, at, words in ((top, removed, "shared memory removed"), (top + 17, killed, "SIGKILL")):
         if at is not None:
+            label = f"{words} at {at:.2f} s"
+            is_late = x(at) + 5 + len(label) * CHARACTER * 1.1 > room
             drawing.line(x(at), y - 10, x(at), bottom, "event")
-            labels.append((x(at), y, f"{words} at {at:.2f} s"))
-    for left, y, words in labels:
-        is_late = left + len(words) * CHARACTER * 1.1 > RIGHT
-        drawing.text(left + (-5 if is_late else 5), y, words, "event-label", anchor="end" if is_late else "start")
+            drawing.text(
+                x(at) + (-5 if is_late else 5), y, label, "event-label", anchor="end" if is_late else "start"
+            )
+            room = x(at)
 
 
 # ---- the kill and the return ----------------------------------------------------------------------------------------
@@ -174,13 +178,14 @@ def time_line(report: Report) -> str:
         else:
             words = "killed in mid-work" if span.killed is not None else ""
         is_late = x(span.started) + len(words) * CHARACTER > RIGHT
-        drawing.text(
-            RIGHT if is_late else x(span.started),
-            top + 58 * row + 44,
-            words,
-            "tick halo",
-            anchor="end" if is_late else "start",
-        )
+        if words:
+            drawing.note(
+                RIGHT if is_late else x(span.started),
+                top + 58 * row + 44,
+                words,
+                "tick",
+                anchor="end" if is_late else "start",
+            )
     return drawing.svg()
 
 
@@ -191,7 +196,7 @@ def _lane(drawing: Drawing, span: Span, x: Scale, y: float, left: float) -> None
         "opened": span.opened,
         "serving": span.serving,
         "served": span.served,
-        "ended": span.ended,
+        "ended": span.ended if span.killed is None else span.killed,
     }
     for kind, words, first, last in PHASES:
         start, end = moments[first], moments[last]

@@ -16,11 +16,12 @@ SHAPE = {"device": "octagon", "host": "square", "shared": "triangle", "disk": "d
 STYLE = (
     """
 :root{color-scheme:light dark;--paper:#fff;--raised:#f6f7f9;--ink:#1a1d21;--quiet:#565c66;--rule:#d9dde3;--grid:#e7eaee;
+--shade:#0003;
 --good:#12703f;--bad:#b3261e;--device:#0a4a86;--host:#2f8fc4;--shared:#b86e00;--disk:#a2307a;--computed:#7b8089;
 --model:#1a1d21;--on-device:#fff;--on-host:#000;--on-shared:#000;--on-disk:#fff;--on-computed:#000;--nowhere:#c9ced6;
 --on-nowhere:#000;--phase-start:#b4bac4;--phase-compile:#d3d8df;--phase-serve:#2e7d5b;--phase-after:#e3e6eb}
 @media (prefers-color-scheme:dark){:root{--paper:#14171b;--raised:#1d2126;--ink:#e8eaed;--quiet:#a6adb8;--rule:#363c45;
---grid:#2a2f37;--good:#5fcf97;--bad:#ff8a80;--device:#4d95e0;--host:#9ad6f7;--shared:#f0a93f;--disk:#e483bb;
+--shade:#fff3;--grid:#2a2f37;--good:#5fcf97;--bad:#ff8a80;--device:#4d95e0;--host:#9ad6f7;--shared:#f0a93f;--disk:#e483bb;
 --computed:#8b929d;--model:#e8eaed;--on-device:#000;--on-host:#000;--on-shared:#000;--on-disk:#000;--on-computed:#000;
 --nowhere:#4a515c;--on-nowhere:#fff;--phase-start:#6b7380;--phase-compile:#4c535e;--phase-serve:#46b285;
 --phase-after:#343a43}}
@@ -35,14 +36,18 @@ border-top:1px solid var(--rule)}h3{font-size:1rem;margin:26px 0 6px}p{max-width
 list-style:none}.card{background:var(--raised);border:1px solid var(--rule);border-radius:8px;padding:12px 14px}
 .card b{display:block;font-size:1.35rem;line-height:1.3;font-variant-numeric:tabular-nums}
 .card span{color:var(--quiet);font-size:.875rem;line-height:1.35;display:block}
-figure{margin:14px 0 6px}.scroll,.wide{overflow-x:auto}
+figure{margin:14px 0 6px}.scroll,.wide{overflow-x:auto;
+background:linear-gradient(90deg,var(--paper) 50%,transparent) 0 0/36px
+100% no-repeat local,linear-gradient(270deg,var(--paper) 50%,transparent) 100% 0/36px 100% no-repeat local,
+linear-gradient(90deg,var(--shade),transparent) 0 0/14px 100% no-repeat scroll,
+linear-gradient(270deg,var(--shade),transparent) 100% 0/14px 100% no-repeat scroll}
 svg.chart{display:block;width:100%;min-width:740px;height:auto}
 svg text{font:12.5px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:var(--ink)}
 svg .tick{fill:var(--quiet);font-variant-numeric:tabular-nums}svg .act{font-weight:650;fill:var(--quiet)}
 .axis{stroke:var(--quiet)}.grid{stroke:var(--grid)}.band{fill:none}.band.odd{fill:var(--raised)}
 .event{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:5 3}svg .event-label{fill:var(--bad);font-weight:600}
 svg .halo,svg .event-label{paint-order:stroke;stroke:var(--paper);stroke-width:5px;stroke-linejoin:round}
-.hit{fill:var(--ink);stroke:var(--paper);stroke-width:1.5}.cell{stroke:var(--paper);stroke-width:.7}
+.paper{fill:var(--paper)}.hit{fill:var(--ink);stroke:var(--paper);stroke-width:1.5}.cell{stroke:var(--paper);stroke-width:.7}
 .part{stroke:var(--paper)}.dot{stroke:var(--paper);stroke-width:.8}.faint{fill-opacity:.8}
 .stroke-model{fill:none;stroke:var(--model);stroke-width:2;stroke-dasharray:3 4}
 .key{display:flex;flex-wrap:wrap;gap:4px 18px;margin:6px 0;padding:0;list-style:none;font-size:.875rem}
@@ -56,11 +61,13 @@ vertical-align:top}th{font-weight:600}.n{text-align:right;white-space:nowrap}
 .said{overflow-wrap:anywhere}td.said{min-width:16ch}
 details{margin:8px 0}summary{cursor:pointer;color:var(--quiet);font-size:.875rem}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.85em;overflow-wrap:anywhere}
+@media screen and (max-width:788px){.scroll::before{content:"sideways: the rest of the chart →";position:sticky;left:0;
+display:block;width:max-content;color:var(--quiet);font-size:.8rem}}
 @media (max-width:600px){body{padding:18px 14px 48px}h1{font-size:1.3rem}.cards{grid-template-columns:1fr 1fr}
 .card b{font-size:1.1rem}}
 @media print{:root{color-scheme:light}body{max-width:none;padding:0;font-size:10pt}figure,.card,tr{break-inside:avoid}
 h2,h3,caption{break-after:avoid}h2{margin-top:26px}table{font-size:8pt}th,td{padding-right:8px}
-.scroll,.wide{overflow:visible}svg.chart{min-width:0}summary{display:none}
+.scroll,.wide{overflow:visible;background:none}svg.chart{min-width:0}summary{display:none}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
     + "".join(

@@ -17,7 +17,7 @@ import msgspec
 
 from stepwell.demo import analysis, figures
 from stepwell.demo.analysis import ACTS, SOURCES, Cost
-from stepwell.demo.charts import count, duration, escape, percent, size
+from stepwell.demo.charts import capacity, count, duration, escape, percent, rounded, size
 from stepwell.demo.markup import MARKS, POLICY, STYLE, behind, figure, fills, key, paragraph, section, table
 from stepwell.demo.results import TIERED, TIERS, Report
 from stepwell.demo.scenario import Served
@@ -74,7 +74,10 @@ def _verdict(report: Report) -> str:
     failures = sum(run.checksum_failures for run in report.runs.values())
     cards = [
         (f"{holding} of {len(judged)}", f"checks hold; {unjudged} not judged" if unjudged else "checks hold"),
-        (percent(reused, whole), f"of {count(whole)} prompt tokens came from a tier ({count(reused)})"),
+        (
+            percent(reused, whole),
+            f"of {count(whole)} prompt tokens of the acts with four tiers came from a tier ({count(reused)})",
+        ),
         (size(verified), f"read from lower tiers and verified, {count(failures)} checksum failures"),
         (size(sum(report.runs[act].bytes_written.get("disk", 0) for act in tiered)), "written to SSD"),
     ]
@@ -99,23 +102,23 @@ def _verdict(report: Report) -> str:
 def _setting(report: Report) -> str:
     rows: list[tuple[str, object]] = [("model", report.model)]
     if report.page_tokens:
-        token = size(analysis.bytes_per_token(report))
-        rows.append(("a page", f"{report.page_tokens} tokens, {size(report.page_bytes)}; {token} of KV a token"))
+        token = capacity(report.page_bytes // report.page_tokens)
+        rows.append(("a page", f"{report.page_tokens} tokens, {capacity(report.page_bytes)}; {token} of KV a token"))
     if report.trace is not None:
         rows.append(("trace", report.trace))
     if (sizes := report.sizes) is not None:
-        room = sizes.host_pages * report.page_bytes
+        device, host = (pages * report.page_bytes for pages in (sizes.device_pages, sizes.host_pages))
         rows += [
-            ("device tier", f"{count(sizes.device_pages)} pages, {size(sizes.device_pages * report.page_bytes)}"),
-            ("host tier", f"{count(sizes.host_pages)} pages, {size(room)}"),
-            ("shared tier", f"{size(sizes.shared_bytes)} in volumes of {size(sizes.shared_volume_bytes)}"),
-            ("disk tier", f"{size(sizes.disk_bytes)} in volumes of {size(sizes.disk_volume_bytes)}"),
+            ("device tier", f"{count(sizes.device_pages)} pages, {capacity(device)}"),
+            ("host tier", f"{count(sizes.host_pages)} pages, {capacity(host)}"),
+            ("shared tier", f"{capacity(sizes.shared_bytes)} in volumes of {capacity(sizes.shared_volume_bytes)}"),
+            ("disk tier", f"{capacity(sizes.disk_bytes)} in volumes of {capacity(sizes.disk_volume_bytes)}"),
             ("batch", f"{sizes.batch} sequences at once"),
         ]
     if (machine := report.machine) is not None:
         rows += [
             ("processor", f"{machine.processor}, {machine.cores} cores for this process"),
-            ("memory", size(machine.memory_bytes)),
+            ("memory", capacity(machine.memory_bytes)),
             ("load when it began", f"{machine.load:.2f} processes over a minute"),
             ("shared memory on", machine.shared_file_system),
             ("disk on", machine.disk_file_system),
@@ -198,7 +201,11 @@ def _return(report: Report) -> str:
             "behind every check, and must be seen to. Then the shared memory is removed, and what is left comes from "
             "disk."
         ),
-        key({f"phase-{kind}": words for kind, words, _, _ in figures.PHASES}, what="phases"),
+        key(
+            {f"phase-{kind}": words for kind, words, _, _ in figures.PHASES} | {"hit": "first cached prefix"},
+            shapes={"hit": "diamond"},
+            what="phases and marks",
+        ),
         figure(figures.time_line(report)),
         table("The return, step by step: time since the kill, and since the removal", head, rows)
         if back
@@ -234,14 +241,14 @@ def _load_or_compute(report: Report) -> str:
             curve.source,
             duration(cost.fixed) if cost.fixed else "none seen",
             duration(per_token * 1000),
-            f"{size(bytes_a_token / per_token)}/s" if per_token and bytes_a_token else "-",
+            f"{size(float(f'{bytes_a_token / per_token:.2g}'))}/s" if per_token and bytes_a_token else "-",
             _pays(cost, computed, report.page_tokens),
-            f"{count(1 / per_token)} tokens/s" if per_token else "-",
+            f"{rounded(1 / per_token)} tokens/s" if per_token else "-",
         ]
         rows.append(row if model is None else [*row, _pays(cost, model, report.page_tokens)])
     if computed is not None:
         row = ["computed", duration(computed.fixed), duration(computed.per_token * 1000), "-", "-"]
-        row.append(f"{count(1 / computed.per_token)} tokens/s here" if computed.per_token else "-")
+        row.append(f"{rounded(1 / computed.per_token)} tokens/s here" if computed.per_token else "-")
         rows.append(row if model is None else [*row, "-"])
     medians = [
         (
@@ -259,6 +266,9 @@ def _load_or_compute(report: Report) -> str:
         if model is not None
         else "State the rate of your device with --gpu-tokens-per-second N, and it is modelled beside these lines."
     )
+    machine, load, busy = report.machine, report.measured_load, ""
+    if report.measured and machine is not None and load is not None and load > machine.cores:
+        busy = f"The machine was busy (load {load:.1f} on {machine.cores} cores): these times are upper bounds."
     return section(
         "load",
         "Load or compute",
@@ -267,6 +277,7 @@ def _load_or_compute(report: Report) -> str:
             "one prefix at a time with nothing else running in it, after what nearer tiers held was dropped; medians "
             "by length. Lengths beyond the marks are extrapolated by the lines of the table."
         ),
+        paragraph(busy) if busy else "",
         figure(figures.load_or_compute(report)),
         table("A line through each: fixed time, time per token, and from which length on loading pays", head, rows)
         if rows

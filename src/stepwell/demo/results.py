@@ -79,7 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a demo. ok: no check fails. answers: of a model with a vocabulary.
 
     begun: date and time, UTC. page_tokens, page_bytes: of the model's KV. measured: loads and computations with nothing
-    else running, where a report was asked for; gpu_tokens_per_second: what the user states.
+    else running, where a report was asked for; measured_load: the machine's over the minute before that ended;
+    gpu_tokens_per_second: what the user states.
     """
 
     ok: bool
@@ -98,6 +99,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     sizes: Sizes | None = None
     machine: Machine | None = None
     measured: list[Measured] = []
+    measured_load: float | None = None
     gpu_tokens_per_second: float | None = None
 
     @property

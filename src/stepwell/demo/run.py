@@ -216,7 +216,7 @@ def run_demo(options: DemoOptions) -> int:
         base = _base(options, told, shared=shared / "tier", disk=disk, work=work)
         machine = look_at_machine(shared, disk)
         notes = _notes(base, why)
-        for note in notes:
+        for note in (*notes, _told_sizes(base)):
             console.print(Text(printable(f"  {note}"), style="dim"))
         progress = stack.enter_context(_progress(console))
         talk = None if told is None else Talk(console, progress, told.chat, told.spoken)
@@ -227,6 +227,7 @@ def run_demo(options: DemoOptions) -> int:
                 _unpack(told, work / "weights")
             checks, runs = _play(acts, base, unjudged=_too_small(options, told, base))
             measured = [] if options.report is None else _measure(acts, base)
+            measured_load = None if options.report is None else round(os.getloadavg()[0], 2)
         except ActError as failure:
             progress.stop()
             console.print(Text.assemble(("failed:", "bold red"), f" {failure}"))
@@ -250,6 +251,7 @@ def run_demo(options: DemoOptions) -> int:
         sizes=base.sizes,
         machine=machine,
         measured=measured,
+        measured_load=measured_load,
         gpu_tokens_per_second=options.gpu_tokens_per_second,
     )
     if options.as_json:
@@ -497,7 +499,7 @@ def _answers(told: Conversations, record: Record) -> list[Answer]:
 
 def _labelled(run: Summary, told: Conversations) -> Summary:
     """Give the edges of a tree the text that they begin with."""
-    tree: list[TreeEdge] = [msgspec.structs.replace(edge, label=told.chat.text(edge.tokens)) for edge in run.tree]
+    tree: list[TreeEdge] = [msgspec.structs.replace(edge, label=told.chat.words(edge.tokens)) for edge in run.tree]
     return msgspec.structs.replace(run, tree=tree)
 
 
@@ -540,13 +542,10 @@ def _every_tier(runs: dict[str, Summary], *, unjudged: str) -> Check:
 
 def _notes(base: Scenario, why: str) -> list[str]:
     config = base.config
-    page = config.geometry().page_bytes
     weights = f"random weights (seed {base.seed})" if base.weights is None else f"weights {config.weights[:12]}"
     notes = [
         f"model: {why}" if base.trace is None else "model: random weights, for a trace has no texts",
-        f"{config.name}: {config.layers} layers, {weights}; a page is {config.page_tokens} tokens, {page // 1024} KiB",
-        f"tiers: device {base.sizes.device_pages} pages, host {base.sizes.host_pages} pages, "
-        f"shared {base.sizes.shared_bytes >> 20} MiB, disk {base.sizes.disk_bytes >> 20} MiB",
+        f"{config.name}: {config.layers} layers, {weights}",
     ]
     if base.trace is not None:
         _, trace = requests_of(base)
@@ -559,6 +558,15 @@ def _notes(base: Scenario, why: str) -> list[str]:
     return notes
 
 
+def _told_sizes(base: Scenario) -> str:
+    """Return the sizes for the console; the result has them as numbers."""
+    page, sizes = base.config.geometry().page_bytes, base.sizes
+    return (
+        f"a page is {base.config.page_tokens} tokens, {page // 1024} KiB; tiers: device {sizes.device_pages} pages, "
+        f"host {sizes.host_pages} pages, shared {sizes.shared_bytes >> 20} MiB, disk {sizes.disk_bytes >> 20} MiB"
+    )
+
+
 def _progress(console: Console) -> TalkProgress:
     return TalkProgress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -569,9 +577,10 @@ def _print(console: Console, report: Report) -> None:
     served, recompute = report.runs["served"], report.runs["recompute"]
     console.print(_tier_table(served, report))
     console.print(
-        f"  the first act: {served.requests} requests, {served.prompt_tokens} prompt tokens, {sum(served.reused_tokens.values())} "
-        f"reused, {served.computed_tokens} computed (generated ones included), {served.preemptions} preemptions; "
-        f"{served.seconds:.1f} s beside {recompute.seconds:.1f} s without reuse"
+        f"  the first act: {served.requests} requests, {served.prompt_tokens} prompt tokens, "
+        f"{sum(served.reused_tokens.values())} reused, {served.computed_tokens} computed (generated ones "
+        f"included), {served.preemptions} preemptions; {served.seconds:.1f} s beside {recompute.seconds:.1f} s without "
+        "reuse"
     )
     for check in report.checks:
         colour = {True: "green", False: "bold red", None: "yellow"}[check.holds]
@@ -585,8 +594,8 @@ def _tier_table(served: Summary, report: Report) -> Table:
     recomputed = {one.request: one.first_token for one in report.runs["recompute"].served}
     table = Table(
         title="the three acts through all tiers (served, after SIGKILL, from disk)",
-        caption="tokens and MB: by the tier they came from or went to; requests and their median times: by the tier that "
-        "held most of the prefix",
+        caption="tokens and MB: by the tier they came from or went to; requests and their median times: by the tier "
+        "that held most of the prefix",
     )
     moved = ("tier", "tokens reused", "MB read", "MB written")
     for column in (*moved, "requests mostly from it", "load ms", "first token ms", "recomputed ms"):
