@@ -524,6 +524,28 @@ def test_exit_codes_say_whether_all_is_well(place: Path, capsys: pytest.CaptureF
     assert "missing is not there" in capsys.readouterr().out
 
 
+def test_a_volume_is_one_line_unless_more_is_asked_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    volume = Volume(place)
+    assert main(["inspect", str(place)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  volume " in line or line.startswith("    ")]
+    assert len(lines) == 1
+    assert lines[0].count(volume.id) == 1
+    assert ": orphan, " in lines[0]
+    assert "4 of " in lines[0]
+    assert main(["inspect", str(place), "--verbose"]) == 0
+    said = capsys.readouterr().out
+    assert "never written" in said
+    assert "born " in said
+    volume.flip(volume.metadata, volume.record_at(1) + 40)
+    assert main(["inspect", str(place)]) == 1
+    assert "3 of " in (said := capsys.readouterr().out)
+    assert "1 damaged records" in said
+    volume.write_header(bytes(4096))
+    assert main(["inspect", str(place)]) == 1
+    assert "damaged: " in (said := capsys.readouterr().out)
+    assert said.count(volume.id) == 1
+
+
 def test_json_is_one_list_of_results(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     volume = Volume(place)
     assert main(["inspect", str(place), str(place / "no"), "--json", "--pages", "--tree"]) == 1

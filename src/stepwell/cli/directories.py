@@ -38,6 +38,7 @@ def add(commands: Commands) -> None:
     )
     inspect.add_argument("--pages", action="store_true", help="list each page: key, parent, depth, epoch, bytes")
     inspect.add_argument("--tree", action="store_true", help="show pages as prefix trees, one line an unbranched run")
+    inspect.add_argument("--verbose", action="store_true", help="say all of each volume, in three lines instead of one")
     _add_config(inspect)
     inspect.set_defaults(run=run_inspect)
 
@@ -125,7 +126,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         result = asdict(report) | {"budget_bytes": report.budget_bytes, "is_well": report.is_well}
         results.append(result)
         if not options.json:
-            print_lines(directory_lines(report))
+            print_lines(directory_lines(report, whole_volume_lines if options.verbose else volume_lines))
         if report.error:
             continue
         try:
@@ -289,8 +290,8 @@ def age(since_ns: int) -> str:
     return f"{seconds:.0f}s ago"
 
 
-def directory_lines(report: DirectoryReport) -> Iterator[str]:
-    """Describe a directory."""
+def directory_lines(report: DirectoryReport, of_volume: Callable[[VolumeReport], Iterator[str]]) -> Iterator[str]:
+    """Describe a directory. of_volume: describes a volume."""
     if report.error:
         yield f"{report.path}: unreadable: {report.error}"
         return
@@ -313,7 +314,7 @@ def directory_lines(report: DirectoryReport) -> Iterator[str]:
             f"{size(process.floor_bytes or 0)}{lacks}"
         )
     for volume in report.volumes:
-        yield from volume_lines(volume)
+        yield from of_volume(volume)
     for leftover in report.leftovers:
         yield f"  leftover: {leftover.what}: {', '.join(map(printable, leftover.names))} ({size(leftover.nbytes)})"
     for stranger in report.strangers:
@@ -325,10 +326,27 @@ def directory_lines(report: DirectoryReport) -> Iterator[str]:
         yield f"  model {name}: {pages}{tokens}, {size(model.page_bytes)} in {volumes}"
 
 
+WRITERS = {True: "live", False: "orphan", None: "writer not known"}
+
+
 def volume_lines(volume: VolumeReport) -> Iterator[str]:
-    """Describe a volume."""
-    writer = {True: "live", False: "orphan", None: "writer not known"}[volume.lock.is_held]
-    files = " + ".join(volume.files)
+    """Describe a volume in a line: whose, how full, of what, how old."""
+    header, slots = volume.header, volume.slots
+    line = f"  volume {volume.volume_id}: {WRITERS[volume.lock.is_held]}, {size(volume.nbytes)}"
+    if header is None or slots is None:
+        yield f"{line}, {volume.condition}: {volume.why}"
+        return
+    wrong = f", {slots.damaged} damaged records" if slots.damaged else ""
+    yield (
+        f"{line}, {slots.resident} of {count(header.slots, 'page')}{wrong}, "
+        f"{header.model or f'fingerprint {header.fingerprint[:16]}'}, written {age(volume.written_ns)}"
+    )
+
+
+def whole_volume_lines(volume: VolumeReport) -> Iterator[str]:
+    """Describe a volume with all that is known of it."""
+    writer = WRITERS[volume.lock.is_held]
+    files = " + ".join(name.rpartition(volume.volume_id)[2] for name in volume.files)  # its name is said once
     yield f"  volume {volume.volume_id}: {writer} ({volume.lock.why}), {size(volume.nbytes)}, {files}"
     header, slots = volume.header, volume.slots
     if header is None or slots is None:
