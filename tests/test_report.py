@@ -437,10 +437,14 @@ def test_the_kill_and_the_return_are_on_one_clock() -> None:
     assert "first cached prefix on the device, 6.01 s after: SIGKILL" in titles(chart(page, "time-line"), "hit")[0]
 
 
-@pytest.mark.parametrize("removed", [27.5, 30.0, 35.0, 49.0, 59.0])
-def test_no_line_runs_through_a_label(removed: float) -> None:
-    moments = [moment for moment in sample().moments if moment.what != "removed"]
-    page = render(sample(moments=[*moments, Moment(at=removed, act="disk", what="removed")]))
+@pytest.mark.parametrize(
+    ("killed", "removed"),
+    [(27.0, 27.5), (27.0, 30.0), (27.0, 35.0), (27.0, 49.0), (27.0, 59.0), (45.0, 52.0), (53.0, 58.0), (58.0, 59.0)],
+)
+def test_no_line_runs_through_a_label(killed: float, removed: float) -> None:
+    taken = [Moment(at=killed, act="served", what="killed"), Moment(at=removed, act="disk", what="removed")]
+    moments = [moment for moment in sample().moments if moment.what not in ("killed", "removed")]
+    page = render(sample(moments=[*moments, *taken]))
     for name in ("over-time", "time-line"):
         svg = chart(page, name)
         marks = list(svg)
