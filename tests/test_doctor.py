@@ -180,6 +180,16 @@ def test_all_checks_of_memory_give_one_advice_that_mends_them_all_and_raises_not
     assert {again[name].verdict for name in ("memory", "memory cgroup", "shared capacity") if name in again} == {"ok"}
 
 
+def test_the_host_tier_keeps_its_size_where_shared_memory_can_give(tree: Tree, memory: Path) -> None:
+    tree.memory(24 * GIB, 22 * GIB)
+    asked = [f"shared.path={memory}/s", "shared.capacity=8GiB"]
+    for host, changed in (("18GiB", {"shared.capacity"}), ("21GiB", {"host"})):
+        found = look([*asked, f"host={host}"], root=tree.root)["memory"]
+        settings = dict(setting.split("=") for setting in settings_of(found))
+        assert settings.keys() == changed
+    assert parse_size(settings["host"], name="host") > 12 * GIB  # what the shared tier leaves
+
+
 def test_more_memory_than_is_available_now_is_warned_of(tree: Tree, memory: Path) -> None:
     tree.memory(16 * GIB, GIB)
     asked = [f"shared.path={memory}/s", "shared.capacity=2GiB", "host=64MiB"]

@@ -108,7 +108,7 @@ class Fit:
             shared = min(shared, system.total_bytes, free + needs.taken_bytes)
         host = min(needs.host_bytes, left, both)
         if needs.shared_bytes and both - host < needs.shared_bytes // 8:
-            host = min(host, both // 4)
+            host = min(host, max(both // 4, both - shared))
         return cls(needs, host, min(shared, both - host), both)
 
     @property
