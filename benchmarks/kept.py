@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 
 
+@functools.cache  # asked first while the tree is as it was: what is kept makes it another
 def machine() -> dict[str, str | int]:
     """Say where a figure comes from."""
     cpus = Path("/proc/cpuinfo").read_text()
@@ -38,7 +40,7 @@ def machine() -> dict[str, str | int]:
 def keep(name: str, result: dict[str, Any]) -> None:
     """Write one result with its origin."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine()} | result, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(result | {"machine": machine()}, indent=1) + "\n")
 
 
 def run(*command: str) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def run(*command: str) -> dict[str, Any]:
 
 def run_all() -> None:
     """Run everything and keep it."""
+    machine()
     demo = run("-m", "stepwell.cli", "demo", "--json", "--model", "random")
     for summary in demo["runs"].values():
         del summary["served"]
