@@ -184,6 +184,8 @@ class Copies:
 
     def read_ahead(self, match: Match) -> None:
         """Start bringing a match's disk pages into memory, as far as there is room."""
+        if Tier.DISK not in match.tiers:
+            return
         ids, tiers, slots = match.locations()
         lease = match.lease_id()
         whole = _plan_from(ids, tiers, slots)

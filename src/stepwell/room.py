@@ -58,13 +58,15 @@ class Room:
         return tier_mask(*self._tiers)
 
     @property
-    def lasting(self) -> tuple[Tier, ...]:
-        """Tiers that outlive the process."""
-        return tuple(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._tiers)
+    def keeping(self) -> tuple[Tier, ...]:
+        """Tiers that pages are written to and that pin() keeps them in: those that outlive the process, else host
+        memory."""
+        lasting = tuple(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._tiers)
+        return lasting or ((Tier.HOST,) if Tier.HOST in self._tiers else ())
 
     @property
     def write_through(self) -> tuple[Tier, ...]:
-        """Tiers that a save can go to: those that outlive the process, else host memory; see meant_for().
+        """What a save can go to: `keeping`; see meant_for().
 
         Raises:
             StepwellUsageError: there is none of them.
@@ -90,6 +92,11 @@ class Room:
         meant[known:][self.seen.add(keys[known:])] |= tier_mask(Tier.DISK)
         return meant
 
+    @staticmethod
+    def pages_for(tier: Tier, pages: int, meant: npt.NDArray[np.uint8] | None) -> int:
+        """Count those of a save's pages that are meant for a tier."""
+        return pages if meant is None else int((meant >> tier & 1).sum())
+
     def count_meant(self, outcomes: npt.NDArray[np.uint8], meant: npt.NDArray[np.uint8] | None) -> None:
         """Count what a save's claims came to, where disk writes are selective."""
         if meant is None:
@@ -97,11 +104,6 @@ class Room:
         written = outcomes[:, Tier.DISK] == ClaimOutcome.NEW
         held_back = (outcomes[:, Tier.SHARED] == ClaimOutcome.NEW) & (meant[: len(outcomes)] >> Tier.DISK == 0)
         self._counters.selected(int(written.sum()), int(held_back.sum()))
-
-    @property
-    def keeping(self) -> tuple[Tier, ...]:
-        """Tiers that pin() keeps pages in: those that outlive the process, else host memory."""
-        return self.lasting or ((Tier.HOST,) if Tier.HOST in self._tiers else ())
 
     def pinnable(self, fraction: float) -> int:
         """Say how many pages pins may keep: a fraction of the smallest of `keeping` once it has grown, and never so

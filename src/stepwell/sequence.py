@@ -793,7 +793,7 @@ class Sequences:
         chosen = self._room.meant_for(sequence._keys[pages])
         for tier in _LOWER_TIERS:
             if mask & (1 << tier):
-                self._room.make(tier, pages.size if chosen is None else int((chosen >> tier & 1).sum()))
+                self._room.make(tier, self._room.pages_for(tier, pages.size, chosen))
         meant = None
         if chosen is not None:
             meant = np.full(last - first, tier_mask(Tier.SHARED), dtype=np.uint8)

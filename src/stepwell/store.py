@@ -236,8 +236,7 @@ class PageStore:
             known = {tier: self._index.match_length(name_space, checked, tier_mask(tier)) for tier in targets}
             meant = self._room.meant_for(keys, sum(known.get(Tier.SHARED, (0, 0))))
             for tier, (here, _) in known.items():
-                wanted = (pages if meant is None else int((meant >> tier & 1).sum())) - here
-                self._room.make(tier, wanted, patience=_GROWTH_SECONDS)
+                self._room.make(tier, self._room.pages_for(tier, pages, meant) - here, patience=_GROWTH_SECONDS)
             batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask, meant)
         finally:
             held.close()
@@ -472,7 +471,7 @@ class PageStore:
             for tier in targets:
                 here, _ = self._index.probe(checked, kind, tier_mask(tier))
                 meant = self._room.meant_for(checked, here) if tier is Tier.SHARED else meant
-                wanted = (len(checked) if meant is None else int((meant >> tier & 1).sum())) - here
+                wanted = self._room.pages_for(tier, len(checked), meant) - here
                 self._room.make(tier, wanted, patience=_GROWTH_SECONDS)
             batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask, meant)
         finally:
