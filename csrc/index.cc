@@ -1085,6 +1085,38 @@ MatchResult Index::match_keys_and_pin(const Key* keys, uint32_t count, uint8_t k
   });
 }
 
+uint32_t Index::touch(const Label* labels, size_t count) {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    uint32_t found = 0;
+    if (in.poisoned.load(std::memory_order_relaxed)) return found;
+    PageId last = kNoPage;  // touched once its chain goes no further
+    uint64_t steps = 0, run = 0;
+    const auto touch_last = [&] {
+      if (last == kNoPage) return;
+      const uint32_t depth = in.pages.depth(last);
+      const uint64_t path = depth == kUnknownDepth ? run : depth + uint64_t{1};
+      in.log_touch(last, path);
+      steps += path;
+    };
+    for (size_t i = 0; i < count && steps < kLogPages; ++i) {
+      const PageId page = in.pages.find(labels[i].key, labels[i].kind, in.epoch);
+      if (page == kNoPage || labels[i].epoch != in.epoch) continue;
+      const Standing stands = standing(in.pages.residency(page), (1u << kTiers) - 1);
+      if (stands.tier == kNoTier || stands.leaving) continue;
+      ++found;
+      ++run;
+      if (last != kNoPage && in.pages.parent(page) != last) {
+        touch_last();
+        run = 1;
+      }
+      last = page;
+    }
+    touch_last();
+    return found;
+  });
+}
+
 uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers,
                             uint32_t* slots) const {
   Impl& in = *impl_;

@@ -146,6 +146,9 @@ class Index {
   uint32_t match_length(uint32_t name_space, const int32_t* tokens, uint64_t count, TierMask usable, uint32_t* pending);
   // Leading run of keys, pinned one by one.
   MatchResult match_keys_and_pin(const Key* keys, uint32_t count, uint8_t kind, TierMask usable);
+  // Counts pages that are RESIDENT somewhere as used, each with its ancestors: what neighbours read. In the order given,
+  // pages of one chain together; of more than a bound of steps the rest is left out. Returns how many were found.
+  uint32_t touch(const Label* labels, size_t count);
   // Pages, tiers and slots of a lease, in order, from `first_page` on. Returns how many were written. REQUIRES the
   // lease is live.
   uint32_t lease_pages(uint64_t lease, uint32_t first_page, uint32_t count, PageId* pages, uint8_t* tiers,

@@ -392,6 +392,25 @@ Status Volume::recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64
   }
 }
 
+Status Volume::labels_of(const uint32_t* slots, const uint64_t* generations, size_t count,
+                         std::vector<Label>* labels) const noexcept {
+  labels->clear();
+  try {
+    for (size_t i = 0; i < count; ++i) {
+      if (slots[i] >= header_.slots || !holds_page(generations[i])) continue;
+      std::array<std::byte, kRecordBytes> bytes;
+      if (Status status = read_metadata(record_offset(slots[i]), bytes.data(), bytes.size()); status != Status::kOk)
+        return status;
+      SlotRecord record;
+      if (first_word(bytes.data()) != generations[i] || !SlotRecord::decode(bytes.data(), &record)) continue;
+      if (record.is_of(header_)) labels->push_back(record.label);
+    }
+    return Status::kOk;
+  } catch (const std::bad_alloc&) {
+    return Status::kIOError;
+  }
+}
+
 Status Volume::scan_recency(std::vector<uint64_t>* stamps) {
   stamps->resize(header_.slots);
   std::vector<std::byte> chunk(kChunkBytes / kRecencyBytes * kRecencyBytes);

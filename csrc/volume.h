@@ -112,6 +112,10 @@ class Volume final : public Medium {
   // generations. Pages come by slot. A slot whose generation has reached its limit counts as damaged each time.
   // REQUIRES that nobody reads or writes pages here meanwhile.
   Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept;
+  // Labels of pages by slot and generation, in that order, of those that are still there: what neighbours say that they
+  // used. Slots and generations are not trusted.
+  Status labels_of(const uint32_t* slots, const uint64_t* generations, size_t count,
+                   std::vector<Label>* labels) const noexcept;
   // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4. One thread at
   // a time.
   Status write_recency(const uint32_t* slots, size_t count) noexcept;

@@ -918,9 +918,10 @@ def test_what_was_given_back_for_a_neighbour_is_not_taken_above_the_floor(world:
 def test_a_process_below_its_floor_takes_what_is_there_though_others_lack_more(
     world: World,
 ) -> None:
-    rich, poorer, poor = world.open(), world.open(floor=2), world.open(floor=1)
+    rich = world.open()
     for _ in range(3):
         grow(rich)
+    poorer, poor = world.open(floor=2), world.open(floor=1)
     poorer.publish_want(2 * poorer.volume_bytes)
     assert refused(rich).reason == "a neighbour below its floor comes first"
     grow(poor)
@@ -979,9 +980,10 @@ def test_the_floor_is_counted_in_whole_volumes(world: World) -> None:
 
 
 def test_a_want_ends_when_it_is_taken_back(world: World) -> None:
-    rich, poor = world.open(), world.open()
+    rich = world.open()
     for _ in range(4):
         grow(rich)
+    poor = world.open()
     poor.publish_want(poor.volume_bytes)
     assert rich.wanted() == rich.volume_bytes
     poor.publish_want(0)

@@ -1,4 +1,5 @@
 // Python's view of the index: arrays in, arrays out, no GIL while it works.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <tuple>
 
 #include "../index.h"
+#include "../volume.h"
 #include "bind.h"
 
 namespace stepwell::bind {
@@ -231,6 +233,19 @@ void bind_index(nb::module_& module) {
             return self.match_keys_and_pin(list.data(), static_cast<uint32_t>(list.size()), kind, to_mask(usable));
           },
           nb::arg("keys"), nb::arg("kind"), nb::arg("usable"), Release())
+      .def(
+          "touch",
+          [](Index& self, const Volume& volume, const Array1<uint32_t>& slots, const Array1<uint64_t>& generations) {
+            if (slots.shape(0) != generations.shape(0))
+              throw std::invalid_argument("slots and generations differ in length");
+            std::vector<Label> labels;
+            const Status status = volume.labels_of(slots.data(), generations.data(), slots.shape(0), &labels);
+            return std::pair(status, self.touch(labels.data(), labels.size()));
+          },
+          nb::arg("volume"), nb::arg("slots"), nb::arg("generations"), Release(),
+          "Count pages of a volume as used, by slot and generation, each with its ancestors; those that have changed "
+          "since "
+          "are left out.\n\nReturns (status of reading the records, pages found).")
       .def(
           "lease_pages",
           [](const Index& self, uint64_t lease, uint32_t first, uint32_t count) {

@@ -30,7 +30,7 @@ def test_volumes_that_keep_pins_stay_in_service_and_are_given_back_when_these_ha
     pins = [pin for pin in pins if pin.tokens]  # some had left by then
     resident = rig.pages(Tier.SHARED)
 
-    neighbour = open_rig(shared=2 * VOLUME_BYTES, disk=0)
+    neighbour = open_rig(shared=2 * VOLUME_BYTES, disk=0, clock=clock)
     assert neighbour.store.stats().tiers["shared"].capacity == 0
     for _ in range(10):
         clock.advance(10.0)

@@ -181,6 +181,7 @@ class DirectoryView:
     unreadable: orphans whose header could not be read this time.
     lost_ids: volumes of ours that another process holds too, because somebody removed the lock's
     name: to be given back at once, nothing more may be written to them.
+    left_ids: orphans of our fingerprint that have been seen as such for ORPHAN_PATIENCE_NS.
     """
 
     total_bytes: int = 0
@@ -193,6 +194,7 @@ class DirectoryView:
     unusable: int = 0
     unreadable: int = 0
     lost_ids: tuple[str, ...] = ()
+    left_ids: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -200,7 +202,8 @@ class DirectoryCounts:
     """What this process did in the directory since it opened it.
 
     swept: what the dead had left. failed: removals that the next scan tries again, and records of
-    this process that the next change writes again.
+    this process that the next change writes again. dropped_touches: of neighbours' pages, that their
+    owners are not told of, because there were more than the ring takes.
     """
 
     born: int = 0
@@ -213,6 +216,7 @@ class DirectoryCounts:
     swept_processes: int = 0
     failed_removals: int = 0
     failed_publications: int = 0
+    dropped_touches: int = 0
 
 
 def boot_id() -> bytes:

@@ -8,6 +8,7 @@ followed further than an eviction.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepwell import _core
@@ -19,13 +20,22 @@ VERSION = 1
 RECORD_BYTES = 100
 RING_OFFSET = 4096
 RING_ENTRIES = 1024
-FILE_BYTES = RING_OFFSET + 64 + 32 * RING_ENTRIES
+MOST_RING_ENTRIES = 1 << 16  # what a file may say that it has
+_ENTRIES_OFFSET = RING_OFFSET + 64
+_ENTRY_BYTES = 32
+FILE_BYTES = _ENTRIES_OFFSET + _ENTRY_BYTES * RING_ENTRIES
 
 #        magic version zero id  pid boot capacity floor held want want_since
 _RECORD = struct.Struct("<8s I I 16s Q 16s Q Q Q Q Q")
 _CHECKSUM = struct.Struct("<I")
 _RING = struct.Struct("<Q I I")
+#       volume id, slot, zero, generation
+_TOUCH = struct.Struct("<16s I I Q")
 _READ_TRIES = 3
+
+
+Touch = tuple[bytes, int, int]
+"""A page that was used: volume id, slot, and the generation under which it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +100,47 @@ def read(fd: int) -> ProcessRecord | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+def read_touches(fd: int, *, after: int | None) -> tuple[int, list[Touch]]:
+    """Return the touch ring's counter, and the entries that were appended since it was `after`.
+
+    Args:
+        after: the counter as it was read the last time; None: never, and then there are no entries.
+
+    Returns:
+        At most RING_ENTRIES of them, the newest; the rest was missed. What they say is unchecked,
+        and one that is being written may come torn. (0, []) where there is no ring.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    head = _core.file_pread(fd, _RING.size, RING_OFFSET)
+    if len(head) != _RING.size:
+        return 0, []
+    counter, entries, _ = _RING.unpack(head)
+    # A counter that went back is another ring, or none: its entries are as old as they may be.
+    if not 1 <= entries <= MOST_RING_ENTRIES or after is None or counter <= after:
+        return counter, []
+    first = max(after, counter - min(entries, RING_ENTRIES))
+    touches: list[Touch] = []
+    while first < counter:  # twice at most: to the end of the ring, and from its start
+        place = first % entries
+        count = min(counter - first, entries - place)
+        data = _core.file_pread(fd, count * _ENTRY_BYTES, _ENTRIES_OFFSET + place * _ENTRY_BYTES)
+        whole = len(data) // _ENTRY_BYTES * _ENTRY_BYTES
+        touches += [(volume, slot, generation) for volume, slot, _, generation in _TOUCH.iter_unpack(data[:whole])]
+        first += count
+    return counter, touches
+
+
+@dataclass(slots=True)
 class OwnProcessFile:
-    """This process's own file in a directory, and the lock that shows it alive."""
+    """This process's own file in a directory, and the lock that shows it alive. touched: entries ever appended."""
 
     directory: str
     process_id: str
     lock: _core.Descriptor
     file: _core.Descriptor
+    touched: int = 0
 
     @classmethod
     def create(cls, directory: str, record: ProcessRecord) -> OwnProcessFile:
@@ -127,6 +170,21 @@ class OwnProcessFile:
     def write(self, record: ProcessRecord) -> None:
         """Replace the record."""
         write_all(self.file.fileno(), record.encode(), 0)
+
+    def append_touches(self, touches: Sequence[Touch]) -> None:
+        """Append to the touch ring, of more than it holds the last: the entries, then the counter.
+
+        Raises:
+            OSError: the file system failed; what is between two counters is read as it is.
+        """
+        touches = touches[-RING_ENTRIES:]
+        data = b"".join(_TOUCH.pack(volume, slot, 0, generation) for volume, slot, generation in touches)
+        place = self.touched % RING_ENTRIES
+        tail = (RING_ENTRIES - place) * _ENTRY_BYTES
+        write_all(self.file.fileno(), data[:tail], _ENTRIES_OFFSET + place * _ENTRY_BYTES)
+        write_all(self.file.fileno(), data[tail:], _ENTRIES_OFFSET)
+        self.touched += len(touches)
+        write_all(self.file.fileno(), _RING.pack(self.touched, RING_ENTRIES, 0), RING_OFFSET)
 
     def remove(self) -> bool:
         """Remove the names. Requires: the directory lock. Returns: whether both are gone."""

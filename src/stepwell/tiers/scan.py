@@ -88,6 +88,15 @@ class Found:
         """What living neighbours lack to their floors and say they cannot get."""
         return sum(wanted_of(record) for record in self.neighbours)
 
+    @property
+    def lacking_bytes(self) -> int:
+        """What living neighbours lack to their floors, whether they say so yet or not.
+
+        One that has just come lacks all of its floor, and has not asked for it: what it will ask for
+        is left to it.
+        """
+        return sum(lacking_of(record) for record in self.neighbours)
+
     def spare_bytes(self, capacity_bytes: int) -> int:
         """What could be taken without anybody giving back: free room, and orphans."""
         return max(capacity_bytes - self.total_bytes, 0) + self.orphan_bytes
@@ -104,9 +113,14 @@ class Found:
             lock.close()
 
 
+def lacking_of(record: ProcessRecord) -> int:
+    """Return the bytes a process lacks to its floor by its own figures."""
+    return max(min(record.floor_bytes, record.capacity_bytes) - record.held_bytes, 0)
+
+
 def wanted_of(record: ProcessRecord) -> int:
-    """Return the bytes a process lacks, at most what it lacks by its own figures."""
-    return min(record.want_bytes, max(record.floor_bytes - record.held_bytes, 0))
+    """Return the bytes a process wants, at most what it lacks by its own figures."""
+    return min(record.want_bytes, lacking_of(record))
 
 
 class OtherFormatError(ValueError):

@@ -19,12 +19,12 @@ import numpy as np
 from stepwell import _core
 from stepwell.clock import Clock
 from stepwell.config import DiskTier, SharedTier, floor_bytes, parse_size, volume_bytes
-from stepwell.errors import BudgetError, StepwellError, TierIOError, VolumeError
+from stepwell.errors import BudgetError, StepwellError, TierIOError, VolumeBusyError, VolumeError
 from stepwell.index import Index, Tier
 from stepwell.tiers.base import Recovered
 from stepwell.tiers.directory import CoreHeaders, DirectoryConfig, HeldVolume, Machine
 from stepwell.tiers.directory import Full as DirectoryFull
-from stepwell.tiers.volumes import TierDirectory
+from stepwell.tiers.volumes import KEEPER_LOCK_SECONDS, TierDirectory
 
 _LOG = logging.getLogger("stepwell")
 SLOT_BITS: Final = 20
@@ -33,8 +33,12 @@ LOOK_SECONDS: Final = 0.2
 LEAVE_PATIENCE: Final = 0.5
 """Seconds after which a volume that was to be given back and cannot is passed over for another."""
 GROW_RETRY: Final = 2.0
-GROW_SECONDS: Final = 0.5
 """Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
+FLOOR_RETRY: Final = 0.05
+"""The same while this process is below its floor: a neighbour answers within a second, and its own look at what is
+wanted must find the lock free now and then."""
+GROW_SECONDS: Final = 0.5
+"""Seconds after which a round takes no further volume."""
 
 
 @dataclass(slots=True)
@@ -84,6 +88,8 @@ class VolumeTier:
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
         self._full_at: float | None = None
+        self._is_open = False
+        self._said = ""  # the kind of error that growing ended with last, and that was logged
         self._looked_at = float("-inf")
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
@@ -133,16 +139,15 @@ class VolumeTier:
         self._say_where_it_lies()
         pages = freed = 0
         try:
-            adopted = self._directory.adopt()
-            for held in adopted:
-                try:
-                    found = self._attach(held, index)
-                except VolumeError as error:
-                    _LOG.warning("not adopted: %s", error)
-                    continue
+            # The floor first, and what is above it after a second look: of several that start at once each has
+            # come by then, and gets its own.
+            adopted = 0
+            for adopt in (self._directory.adopt_to_floor, self._directory.adopt):
+                adopted += len(adopt())
+                found = self._attach_all(index)
                 pages += found.pages
                 freed += found.freed
-            self._grow_past_unusable(index, len(adopted))
+            self._grow_past_unusable(index, adopted)
             if not self._members:
                 name = self._tier.name.lower()
                 _LOG.warning(
@@ -153,6 +158,7 @@ class VolumeTier:
         except BaseException:
             self.close(index)
             raise
+        self._is_open = True
         return Recovered(pages, freed)
 
     def _say_where_it_lies(self) -> None:
@@ -198,17 +204,44 @@ class VolumeTier:
         now = self._clock.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
-            wanted = self._directory.wanted()
-            self._leave_lost(index)
-            if wanted > 0:
-                self._start_leaving(index)
+            self._look_at_neighbours(index)
         self._stamp_recency(index)
         free = index.claimable(self._tier)
         if free >= low_pages and self._directory.lacking_bytes == 0:
             return 0
         if self._may_try_to_grow() and self._grow_or_say(index):
+            while self._directory.lacking_bytes > 0 and self._clock.monotonic() - now < GROW_SECONDS:
+                if not self._grow_or_say(index):
+                    break
             return 0
         return high_pages - free if free < low_pages else 0
+
+    def _look_at_neighbours(self, index: Index) -> None:
+        """Give back what they lack, take what the dead have left, keep warm what they read."""
+        wanted = self._directory.wanted()
+        self._leave_lost(index)
+        if wanted > 0:
+            self._start_leaving(index, wanted)
+        elif self._directory.view.wanted_bytes == 0:
+            self._stay(index)
+            self._directory.adopt_left()
+        self._attach_all(index)
+        self._apply_touches(index)
+
+    def _apply_touches(self, index: Index) -> None:
+        """Count what neighbours read in our volumes as used."""
+        touches = self._directory.touched()
+        if not touches:
+            return
+        members = {bytes.fromhex(member.held.volume_id): member for member in self._members.values()}
+        by_volume: dict[bytes, list[tuple[int, int]]] = {}
+        for volume_id, slot, generation in touches:
+            by_volume.setdefault(volume_id, []).append((slot, generation))
+        for volume_id, rows in by_volume.items():
+            member = members.get(volume_id)
+            if member is not None and not member.is_leaving:
+                slots, generations = zip(*rows, strict=True)
+                index.touch(member.volume, np.array(slots, np.uint32), np.array(generations, np.uint64))
 
     def close(self, index: Index) -> None:
         """Write recency, drop mappings, release locks: the volumes are orphans, warm for whoever comes next."""
@@ -227,11 +260,12 @@ class VolumeTier:
 
     def _grow(self, index: Index) -> bool:
         """Take one more volume: an orphan of ours, or a new one. False: no room."""
-        taken = self._directory.grow()
+        # Before there is a member the constructor waits; from then on it is the keeper, which has other duties.
+        taken = self._directory.grow(lock_timeout=KEEPER_LOCK_SECONDS if self._is_open else None)
         if isinstance(taken, DirectoryFull):
             self._full_at = self._clock.monotonic()
             return False
-        self._full_at = None
+        self._full_at, self._said = None, ""
         self._attach(taken, index)
         return True
 
@@ -239,9 +273,12 @@ class VolumeTier:
         """Take one more volume; where the capacity allows more than the machine has left now, say so."""
         try:
             return self._grow(index)
-        except BudgetError as error:
+        except (BudgetError, VolumeBusyError) as error:
             self._full_at = self._clock.monotonic()
-            _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
+            said = type(error).__name__
+            if said != self._said:  # a stopped neighbour is met by every round
+                self._said = said
+                _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
             return False
 
     def _grow_past_unusable(self, index: Index, most: int) -> None:
@@ -256,9 +293,27 @@ class VolumeTier:
                 _LOG.warning("not adopted: %s", error)
 
     def _may_try_to_grow(self) -> bool:
-        if self._directory.lacking_bytes > 0:
-            return True  # a neighbour may have given back since
-        return self._full_at is None or self._clock.monotonic() - self._full_at >= GROW_RETRY
+        if self._full_at is None:
+            return True
+        # Below the floor a neighbour may have given back since.
+        retry = FLOOR_RETRY if self._directory.lacking_bytes > 0 else GROW_RETRY
+        return self._clock.monotonic() - self._full_at >= retry
+
+    def _attach_all(self, index: Index) -> Recovered:
+        """Put to use what the directory holds and this tier has not; what cannot be used is told of and gone."""
+        pages = freed = 0
+        known = {member.held.volume_id for member in self._members.values()}
+        for held in self._directory.held:
+            if held.volume_id in known:
+                continue
+            try:
+                found = self._attach(held, index)
+            except VolumeError as error:
+                _LOG.warning("not adopted: %s", error)
+                continue
+            pages += found.pages
+            freed += found.freed
+        return Recovered(pages, freed)
 
     def _attach(self, held: HeldVolume, index: Index) -> Recovered:
         """Open a held volume, recover what it holds, and put its slots into use."""
@@ -352,32 +407,44 @@ class VolumeTier:
                 index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
 
-    def _start_leaving(self, index: Index) -> None:
-        """Choose the volume of lowest rank that keeps nothing for a pin, and take it out of service."""
+    def _start_leaving(self, index: Index, wanted_bytes: int) -> None:
+        """Take volumes of lowest rank that keep nothing for a pin out of service, until they are what is wanted."""
         now = self._clock.monotonic()
-        leaving = [member for member in self._members.values() if member.is_leaving]
-        # One at a time; one that does not come free (pinned, or its slots beyond mending) is not waited for.
-        if any(now - member.leaving_since < LEAVE_PATIENCE for member in leaving):
+        # One that does not come free (pinned, or its slots beyond mending) is not waited for.
+        missing = wanted_bytes - sum(
+            member.held.total_bytes
+            for member in self._members.values()
+            if member.is_leaving and now - member.leaving_since < LEAVE_PATIENCE
+        )
+        if missing <= 0:
             return
         held = index.counts(self._tier)["held"]  # a pin that begins from here on may hold one volume back
         order = index.rank_order(self._tier)
+        numbers = order >> SLOT_BITS
         # Not one that a pin() would hold for hours: one after the other they would all go out of service, and none of
         # them be given back.
-        keeping = set((order[max(0, order.size - held) :] >> SLOT_BITS).tolist())
-        staying = [member for member in self._members.values() if not (member.is_leaving or member.number in keeping)]
-        if not staying:
-            return
+        keeping = set(numbers[max(0, order.size - held) :].tolist())
         position = np.arange(order.size)
-        numbers = order >> SLOT_BITS
 
         def rank(member: Member) -> float:
             mine = position[numbers == member.number]
             return float(mine.mean()) if mine.size else -1.0
 
-        lowest = min(staying, key=rank)
-        lowest.is_leaving, lowest.leaving_since = True, now
-        index.close_slots(self._tier, lowest.base)
+        staying = [member for member in self._members.values() if not (member.is_leaving or member.number in keeping)]
+        for member in sorted(staying, key=rank):
+            if missing <= 0:
+                break
+            missing -= member.held.total_bytes
+            member.is_leaving, member.leaving_since = True, now
+            index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
+
+    def _stay(self, index: Index) -> None:
+        """Put volumes that could not be given back in time to use again: nobody wants them any more."""
+        for member in self._members.values():
+            if member.is_leaving and not member.is_lost:
+                member.is_leaving = False
+                index.open_slots(self._tier, member.base)
 
     def _finish_leaving(self, index: Index) -> None:
         """Give back what is leaving, once nothing holds it. Records stay: whoever adopts the volume finds it warm."""

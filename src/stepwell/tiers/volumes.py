@@ -15,11 +15,15 @@ What is inside a volume is not known here, but for its header (`HeaderFormat`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.config import show_bytes
@@ -46,7 +50,7 @@ from stepwell.tiers.directory import (
     Machine,
 )
 from stepwell.tiers.entry import check_directory, directory_lock
-from stepwell.tiers.process_file import OwnProcessFile, ProcessRecord
+from stepwell.tiers.process_file import RING_ENTRIES, OwnProcessFile, ProcessRecord, Touch, read_touches
 from stepwell.tiers.scan import Found, Orphan, Scanner, Sweep, wanted_of
 from stepwell.tiers.volume_files import (
     VolumeNames,
@@ -57,6 +61,15 @@ from stepwell.tiers.volume_files import (
 
 # An owner that does not answer a want (stopped, or stuck) is passed over after this long.
 PATIENCE_NS = 1_000_000_000
+# An orphan that nobody needed is left this long to whoever may be starting in place of the dead.
+ORPHAN_PATIENCE_NS = 1_000_000_000
+# What a living process's keeper waits at most for the directory lock: it has other duties, and comes
+# again. A neighbour that was stopped with the lock in its hands costs it no more.
+KEEPER_LOCK_SECONDS = 0.1
+# To name a volume that was filled, and to leave: worth a longer wait, not a stopped neighbour's.
+LEAVE_LOCK_SECONDS = 0.5
+# To look whether somebody lacks something.
+LOOK_LOCK_SECONDS = 0.02
 
 
 class TierDirectory:
@@ -66,7 +79,8 @@ class TierDirectory:
     whenever this process has added to the total; names are made and removed only under the
     directory lock, and nothing is filled under it.
 
-    Threads: one call at a time (the store's constructor, then its keeper, then close).
+    Threads: one call at a time (the store's constructor, then its keeper, then close), but for
+    note_touches, which any thread may call.
     A forked child can do nothing with it but close it, which does nothing there.
     """
 
@@ -91,8 +105,13 @@ class TierDirectory:
         self._floor_bytes = 0
         self._held: dict[str, HeldVolume] = {}
         self._process: OwnProcessFile | None = None
+        self._birth_bytes = 0  # of the volume being born: its files count, and its lock is ours
         self._want_bytes = 0
         self._want_since_ns = 0
+        self._orphan_since_ns: dict[str, int] = {}  # those of our fingerprint
+        self._read_up_to: dict[str, int] = {}  # counters of neighbours' touch rings
+        self._touch_lock = threading.Lock()
+        self._touches: dict[tuple[bytes, int], int] = {}  # GUARDED_BY(_touch_lock): to be told to owners
         self._sweep = Sweep()
         self._counts = DirectoryCounts()
         self._view = DirectoryView()
@@ -139,7 +158,7 @@ class TierDirectory:
         if process is None:
             return
         try:
-            with self._translated(), self._directory_lock(self._config.lock_timeout):
+            with self._translated(), self._directory_lock(self._at_most(LEAVE_LOCK_SECONDS)):
                 self._counts.failed_removals += not process.remove()
         except StepwellError:
             # The next scan of a living process removes it: its lock is free from here on.
@@ -228,8 +247,8 @@ class TierDirectory:
         with self._working(), self._session():
             return self._view
 
-    def adopt(self) -> list[HeldVolume]:
-        """Take all orphans of our fingerprint that this process may have, oldest birth first.
+    def adopt_to_floor(self) -> list[HeldVolume]:
+        """Take orphans of our fingerprint up to our floor, oldest birth first: for a process that starts.
 
         Where the directory holds more than our capacity, orphans are removed until it does not:
         those of other fingerprints first, oldest first, then ours.
@@ -240,23 +259,59 @@ class TierDirectory:
         Raises:
             VolumeBusyError, TierIOError: as open(); what was taken before that is in `held`.
         """
-        taken: list[HeldVolume] = []
         with self._working(), self._session() as found:
             ours, foreign = self._orphans(found)
             self._evict_until(found, self._config.capacity_bytes, [*foreign, *ours])
-            for orphan in self._orphans(found)[0]:
-                if self._refusal(found, orphan.names.total_bytes) is None:
-                    volume = self._take(found, orphan)
-                    if volume is not None:
-                        taken.append(volume)
+            taken = self._adopt_some(found, most_bytes=self.lacking_bytes)
         self._publish()
         return taken
 
-    def grow(self) -> HeldVolume | Full:
+    def adopt(self) -> list[HeldVolume]:
+        """Take all orphans of our fingerprint that this process may have, oldest birth first.
+
+        It may have its floor, and above it what living neighbours do not lack to theirs.
+
+        Returns, Raises: as adopt_to_floor.
+        """
+        taken = self.adopt_to_floor()
+        with self._working(), self._session() as found:
+            taken += self._adopt_some(found, most_bytes=self._config.capacity_bytes)
+        self._publish()
+        return taken
+
+    def adopt_left(self) -> list[HeldVolume]:
+        """Take our part of the orphans that nobody has taken for a while: for a process that lives.
+
+        Who starts in place of the dead finds them until then. The part is what is left, divided by
+        the processes that live, so that whoever looks first does not get all.
+
+        Returns:
+            The volumes taken; none while another holds the directory lock.
+
+        Raises:
+            TierIOError: a system call failed; what was taken before that is in `held`.
+        """
+        left = set(self._view.left_ids)
+        if not left:
+            return []
+        try:
+            with self._working(), self._session(LOOK_LOCK_SECONDS) as found:
+                living = len(found.neighbours) + 1
+                count = -(-len(left) // living)
+                taken = self._adopt_some(found, most_bytes=self._config.capacity_bytes, ids=left, most=count)
+        except VolumeBusyError:
+            return []
+        self._publish()
+        return taken
+
+    def grow(self, *, lock_timeout: float | None = None) -> HeldVolume | Full:
         """Get one more volume: an orphan of our fingerprint, else a new one.
 
         Orphans of other fingerprints are evicted where their room is needed. Where this process is
         below its floor and gets nothing, its process file says so: see `wanted`.
+
+        Args:
+            lock_timeout: seconds for which others may hold the directory lock; None: as configured.
 
         Returns:
             The volume, or Full with the numbers.
@@ -268,10 +323,15 @@ class TierDirectory:
                 of whichever process, does not remove.
         """
         with self._working():
-            with self._session() as found:
+            with self._session(lock_timeout) as found:
                 outcome = self._take_or_begin(found)
+                if isinstance(outcome, Birth):
+                    self._note_birth(self._volume_bytes)  # before others look: they count what we lack
             if isinstance(outcome, Birth):
-                outcome = self._finish(outcome)
+                try:
+                    outcome = self._finish(outcome)
+                finally:
+                    self._note_birth(0)
         if isinstance(outcome, Full):
             self._note_want(self.lacking_bytes)
         else:
@@ -328,7 +388,7 @@ class TierDirectory:
             TierIOError: a system call failed.
         """
         try:
-            with self._working(), self._session(timeout=0.0) as found:
+            with self._working(), self._session(LOOK_LOCK_SECONDS) as found:
                 missing = found.wanted_bytes - found.spare_bytes(self._config.capacity_bytes)
                 if missing <= 0 or not self._is_my_turn(found):
                     return 0
@@ -343,6 +403,78 @@ class TierDirectory:
         """
         with self._working():
             self._note_want(nbytes)
+
+    # What neighbours use
+
+    def note_touches(
+        self,
+        volume_ids: Sequence[bytes],
+        slots: Sequence[int] | npt.NDArray[np.uint32],
+        generations: Sequence[int] | npt.NDArray[np.uint64],
+    ) -> None:
+        """Remember that pages of neighbours' volumes were used, so that their owners keep them warm.
+
+        They are told by the next touched(). Of more than a ring holds until then, the rest is dropped.
+
+        Args:
+            volume_ids: 16 bytes each. slots, generations: as they were read; one of each a page, in
+                the order of their chain.
+
+        Threads: any. Cost: about 0.3 us a page.
+        """
+        rows = [
+            (volume_id, int(slot), int(generation))
+            for volume_id, slot, generation in zip(volume_ids, slots, generations, strict=True)
+        ]
+        if not all(len(v) == 16 and 0 <= s < 1 << 32 and 0 <= g < 1 << 64 for v, s, g in rows):
+            raise StepwellUsageError("note_touches: a volume id has 16 bytes, a slot 32 bits, a generation 64")
+        with self._touch_lock:
+            for volume_id, slot, generation in rows:
+                self._touches.pop((volume_id, slot), None)  # used again: last
+                if len(self._touches) < RING_ENTRIES:
+                    self._touches[volume_id, slot] = generation
+                else:
+                    self._counts.dropped_touches += 1
+
+    def touched(self) -> list[Touch]:
+        """Tell owners what note_touches was given, and return what neighbours used of our volumes.
+
+        Returns:
+            (volume id, slot, generation) of volumes held by this process, since the last call; at
+            most RING_ENTRIES for each neighbour of the last scan. Slots and generations are
+            what a neighbour wrote, unchecked. A neighbour that was not seen before tells only what
+            comes from now on.
+        """
+        self._check_process()
+        self._tell_touches()
+        held = {bytes.fromhex(volume_id) for volume_id in self._held}
+        known, self._read_up_to = self._read_up_to, {}
+        touches: list[Touch] = []
+        for record in self._view.neighbours:
+            process_id = record.process_id.hex()
+            try:
+                descriptor = open_ours(f"{self._path}/p-{process_id}.proc", os.O_RDONLY)
+            except (OSError, ValueError):
+                continue  # it has left since, or its file is none
+            try:
+                counter, found = read_touches(descriptor.fileno(), after=known.get(process_id))
+            except OSError:
+                continue
+            finally:
+                descriptor.close()
+            self._read_up_to[process_id] = counter
+            touches += [touch for touch in found if touch[0] in held]
+        return touches
+
+    def _tell_touches(self) -> None:
+        with self._touch_lock:
+            told, self._touches = self._touches, {}
+        if not told or self._process is None:
+            return
+        try:
+            self._process.append_touches([(volume, slot, touch) for (volume, slot), touch in told.items()])
+        except OSError:
+            self._counts.failed_publications += 1
 
     # Checks of open()
 
@@ -429,18 +561,37 @@ class TierDirectory:
     def _refusal(self, found: Found, nbytes: int) -> str | None:
         """Return why this process may not take `nbytes` more, None if it may.
 
-        Up to its floor it may. Above, only what leaves enough for the neighbours that are below
-        theirs and say so: otherwise whoever looks first takes what was given back for another.
+        Up to its floor it may. Above, only what leaves enough for the living that are below theirs,
+        also those that have just come: otherwise whoever looks first takes what was given back for
+        another, or all that the dead of eight have left.
         """
         held = self.held_bytes
         if held + nbytes > self._config.capacity_bytes:
             return "this process holds its whole capacity"
-        wanted = found.wanted_bytes
-        if held + nbytes <= self._floor_bytes or wanted == 0:
+        lacking = found.lacking_bytes
+        if held + nbytes <= self._floor_bytes or lacking == 0:
             return None
-        if found.spare_bytes(self._config.capacity_bytes) - nbytes < wanted:
+        if found.spare_bytes(self._config.capacity_bytes) - nbytes < lacking:
             return "a neighbour below its floor comes first"
         return None
+
+    def _adopt_some(
+        self, found: Found, *, most_bytes: int, ids: set[str] | None = None, most: int | None = None
+    ) -> list[HeldVolume]:
+        """Take orphans of our fingerprint: at most so many bytes and volumes, of these ids (None: any)."""
+        taken: list[HeldVolume] = []
+        for orphan in self._orphans(found)[0]:
+            nbytes = orphan.names.total_bytes
+            if most is not None and len(taken) >= most:
+                break
+            if ids is not None and orphan.names.volume_id not in ids:
+                continue
+            if nbytes <= most_bytes and self._refusal(found, nbytes) is None:
+                volume = self._take(found, orphan)
+                if volume is not None:
+                    most_bytes -= nbytes
+                    taken.append(volume)
+        return taken
 
     def _take_or_begin(self, found: Found) -> HeldVolume | Birth | Full:
         """Take an orphan, or make room and begin a birth, or say why not."""
@@ -546,7 +697,7 @@ class TierDirectory:
         is_named = False
         try:
             self._midwife.fill(birth)
-            with self._directory_lock(self._config.lock_timeout):
+            with self._directory_lock(self._at_most(LEAVE_LOCK_SECONDS)):
                 self._midwife.name(birth)
             is_named = True
         finally:
@@ -568,7 +719,7 @@ class TierDirectory:
         """Give up a birth: its space at once, its names if the directory lock can be had."""
         is_gone = self._midwife.empty(birth)
         try:
-            with self._directory_lock(self._config.lock_timeout):
+            with self._directory_lock(self._at_most(KEEPER_LOCK_SECONDS)):
                 is_gone &= self._midwife.undo(birth)
         except (StepwellError, OSError):
             # The next scan removes the names: the lock is free from here on.
@@ -598,6 +749,10 @@ class TierDirectory:
             given += size
         return given
 
+    def _note_birth(self, nbytes: int) -> None:
+        self._birth_bytes = nbytes
+        self._publish()
+
     def _note_want(self, nbytes: int) -> None:
         if nbytes == 0:
             self._want_since_ns = 0
@@ -623,7 +778,7 @@ class TierDirectory:
             boot_id=self._boot_id,
             capacity_bytes=self._config.capacity_bytes,
             floor_bytes=self._floor_bytes,
-            held_bytes=self.held_bytes,
+            held_bytes=self.held_bytes + self._birth_bytes,
             want_bytes=self._want_bytes,
             want_since_ns=self._want_since_ns,
         )
@@ -680,10 +835,22 @@ class TierDirectory:
                     volume_id, lock = found.renewed.popitem()
                     self._held[volume_id].lock.close()
                     self._held[volume_id].lock = lock
-                self._view = _view_of(found)
+                self._view = replace(_view_of(found), left_ids=self._left_ids(found))
                 yield found
             finally:
                 found.close()
+
+    def _left_ids(self, found: Found) -> tuple[str, ...]:
+        """Return which orphans of our fingerprint have been orphans for a while, as far as we have seen."""
+        now, known = self._machine.boottime_ns(), self._orphan_since_ns
+        ours = [orphan.names.volume_id for orphan in found.orphans if self._is_ours(orphan.header)]
+        self._orphan_since_ns = {volume_id: known.get(volume_id, now) for volume_id in ours}
+        return tuple(
+            volume_id for volume_id, since in self._orphan_since_ns.items() if now - since >= ORPHAN_PATIENCE_NS
+        )
+
+    def _at_most(self, seconds: float) -> float:
+        return min(self._config.lock_timeout, seconds)
 
     def _directory_lock(self, timeout: float) -> AbstractContextManager[None]:
         return directory_lock(self._path, timeout, clock=self._machine.clock, wait=self._machine.wait)
