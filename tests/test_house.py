@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.volume_files",
         "tiers.entry",
         "tiers.process_file",
+        "tiers.touches",
         "tiers.directory",
         "tiers.birth",
         "tiers.scan",

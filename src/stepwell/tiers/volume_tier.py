@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock
@@ -37,6 +38,8 @@ GROW_RETRY: Final = 2.0
 FLOOR_RETRY: Final = 0.05
 """The same while this process is below its floor: a neighbour answers within a second, and its own look at what is
 wanted must find the lock free now and then."""
+BUSY_SECONDS: Final = 5.0
+"""Seconds of attempts that all find the directory lock held, after which its holder is named in the log."""
 GROW_SECONDS: Final = 0.5
 """Seconds after which a round takes no further volume."""
 
@@ -45,7 +48,9 @@ GROW_SECONDS: Final = 0.5
 class Member:
     """One volume in use. slots are [base, base + count) of the index.
 
-    is_leaving: it is being given back, since a time of the store's clock. is_lost: another process has it too.
+    is_leaving: it goes out of use, since a time of the store's clock; is_wanted: because a neighbour lacks room, and so
+    it stays if that has ended before; left: slots whose pages have left since, with their records as they were.
+    is_lost: another process has it too.
     """
 
     held: HeldVolume
@@ -55,6 +60,8 @@ class Member:
     count: int
     is_leaving: bool = False
     leaving_since: float = 0.0
+    is_wanted: bool = False
+    left: list[npt.NDArray[np.uint32]] = field(default_factory=list)
     is_lost: bool = False
 
 
@@ -87,9 +94,11 @@ class VolumeTier:
         self._set = _core.VolumeSet(tier is Tier.DISK)
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
-        self._full_at: float | None = None
+        self._full_at: float | None = None  # there was no room for another volume then; None: there may be
+        self._retry_seconds = GROW_RETRY
         self._is_open = False
-        self._said = ""  # the kind of error that growing ended with last, and that was logged
+        self._busy_since: float | None = None  # no attempt to grow since has got the directory lock
+        self._has_said_busy = self._has_said_budget = False
         self._looked_at = float("-inf")
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
@@ -262,10 +271,12 @@ class VolumeTier:
         """Take one more volume: an orphan of ours, or a new one. False: no room."""
         # Before there is a member the constructor waits; from then on it is the keeper, which has other duties.
         taken = self._directory.grow(lock_timeout=KEEPER_LOCK_SECONDS if self._is_open else None)
+        self._busy_since, self._has_said_busy = None, False
         if isinstance(taken, DirectoryFull):
-            self._full_at = self._clock.monotonic()
+            # Below the floor a neighbour may have given back since.
+            self._retry_in(FLOOR_RETRY if self._directory.lacking_bytes > 0 else GROW_RETRY)
             return False
-        self._full_at, self._said = None, ""
+        self._full_at, self._has_said_budget = None, False
         self._attach(taken, index)
         return True
 
@@ -273,13 +284,23 @@ class VolumeTier:
         """Take one more volume; where the capacity allows more than the machine has left now, say so."""
         try:
             return self._grow(index)
-        except (BudgetError, VolumeBusyError) as error:
-            self._full_at = self._clock.monotonic()
-            said = type(error).__name__
-            if said != self._said:  # a stopped neighbour is met by every round
-                self._said = said
+        except BudgetError as error:
+            self._retry_in(GROW_RETRY)
+            if not self._has_said_budget:
+                self._has_said_budget = True
                 _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
-            return False
+        except VolumeBusyError as error:
+            self._retry_in(FLOOR_RETRY)
+            now = self._clock.monotonic()
+            if self._busy_since is None:
+                self._busy_since = now
+            if not self._has_said_busy and now - self._busy_since >= BUSY_SECONDS:
+                self._has_said_busy = True
+                _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
+        return False
+
+    def _retry_in(self, seconds: float) -> None:
+        self._full_at, self._retry_seconds = self._clock.monotonic(), seconds
 
     def _grow_past_unusable(self, index: Index, most: int) -> None:
         """Have a volume if there is room for one; those that cannot be used, `most` of them, are removed on the way."""
@@ -293,11 +314,7 @@ class VolumeTier:
                 _LOG.warning("not adopted: %s", error)
 
     def _may_try_to_grow(self) -> bool:
-        if self._full_at is None:
-            return True
-        # Below the floor a neighbour may have given back since.
-        retry = FLOOR_RETRY if self._directory.lacking_bytes > 0 else GROW_RETRY
-        return self._clock.monotonic() - self._full_at >= retry
+        return self._full_at is None or self._clock.monotonic() - self._full_at >= self._retry_seconds
 
     def _attach_all(self, index: Index) -> Recovered:
         """Put to use what the directory holds and this tier has not; what cannot be used is told of and gone."""
@@ -435,15 +452,18 @@ class VolumeTier:
             if missing <= 0:
                 break
             missing -= member.held.total_bytes
-            member.is_leaving, member.leaving_since = True, now
+            member.is_leaving, member.is_wanted, member.leaving_since = True, True, now
             index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
 
     def _stay(self, index: Index) -> None:
         """Put volumes that could not be given back in time to use again: nobody wants them any more."""
         for member in self._members.values():
-            if member.is_leaving and not member.is_lost:
-                member.is_leaving = False
+            if member.is_leaving and member.is_wanted and not member.is_lost:
+                member.is_leaving = member.is_wanted = False
+                left, member.left = member.left, []
+                for slots in left:  # what was forgotten from now on must not be found there again
+                    member.volume.retire(slots - np.uint32(member.base))
                 index.open_slots(self._tier, member.base)
 
     def _finish_leaving(self, index: Index) -> None:
@@ -453,6 +473,7 @@ class VolumeTier:
             slots = index.take_victims(self._tier, member.count, member.base, even_held=member.is_lost)
             index.free_slots(self._tier, slots)
             if index.drop_slots(self._tier, member.base):
+                member.left.append(slots)
                 continue
             held = member.held
             del member

@@ -15,7 +15,6 @@ What is inside a volume is not known here, but for its header (`HeaderFormat`).
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -50,8 +49,9 @@ from stepwell.tiers.directory import (
     Machine,
 )
 from stepwell.tiers.entry import check_directory, directory_lock
-from stepwell.tiers.process_file import RING_ENTRIES, OwnProcessFile, ProcessRecord, Touch, read_touches
+from stepwell.tiers.process_file import OwnProcessFile, ProcessRecord, Touch
 from stepwell.tiers.scan import Found, Orphan, Scanner, Sweep, wanted_of
+from stepwell.tiers.touches import Touches
 from stepwell.tiers.volume_files import (
     VolumeNames,
     create_file,
@@ -109,9 +109,7 @@ class TierDirectory:
         self._want_bytes = 0
         self._want_since_ns = 0
         self._orphan_since_ns: dict[str, int] = {}  # those of our fingerprint
-        self._read_up_to: dict[str, int] = {}  # counters of neighbours' touch rings
-        self._touch_lock = threading.Lock()
-        self._touches: dict[tuple[bytes, int], int] = {}  # GUARDED_BY(_touch_lock): to be told to owners
+        self._touches = Touches(self._path)
         self._sweep = Sweep()
         self._counts = DirectoryCounts()
         self._view = DirectoryView()
@@ -234,6 +232,7 @@ class TierDirectory:
             swept_damaged=self._sweep.damaged,
             swept_processes=self._sweep.processes,
             failed_removals=self._counts.failed_removals + self._sweep.failed,
+            dropped_touches=self._touches.dropped,
         )
 
     # Taking and leaving volumes
@@ -412,29 +411,8 @@ class TierDirectory:
         slots: Sequence[int] | npt.NDArray[np.uint32],
         generations: Sequence[int] | npt.NDArray[np.uint64],
     ) -> None:
-        """Remember that pages of neighbours' volumes were used, so that their owners keep them warm.
-
-        They are told by the next touched(). Of more than a ring holds until then, the rest is dropped.
-
-        Args:
-            volume_ids: 16 bytes each. slots, generations: as they were read; one of each a page, in
-                the order of their chain.
-
-        Threads: any. Cost: about 0.3 us a page.
-        """
-        rows = [
-            (volume_id, int(slot), int(generation))
-            for volume_id, slot, generation in zip(volume_ids, slots, generations, strict=True)
-        ]
-        if not all(len(v) == 16 and 0 <= s < 1 << 32 and 0 <= g < 1 << 64 for v, s, g in rows):
-            raise StepwellUsageError("note_touches: a volume id has 16 bytes, a slot 32 bits, a generation 64")
-        with self._touch_lock:
-            for volume_id, slot, generation in rows:
-                self._touches.pop((volume_id, slot), None)  # used again: last
-                if len(self._touches) < RING_ENTRIES:
-                    self._touches[volume_id, slot] = generation
-                else:
-                    self._counts.dropped_touches += 1
+        """Remember that pages of neighbours' volumes were used; `Touches.note` has the arguments. Threads: any."""
+        self._touches.note(volume_ids, slots, generations)
 
     def touched(self) -> list[Touch]:
         """Tell owners what note_touches was given, and return what neighbours used of our volumes.
@@ -446,35 +424,10 @@ class TierDirectory:
             comes from now on.
         """
         self._check_process()
-        self._tell_touches()
-        held = {bytes.fromhex(volume_id) for volume_id in self._held}
-        known, self._read_up_to = self._read_up_to, {}
-        touches: list[Touch] = []
-        for record in self._view.neighbours:
-            process_id = record.process_id.hex()
-            try:
-                descriptor = open_ours(f"{self._path}/p-{process_id}.proc", os.O_RDONLY)
-            except (OSError, ValueError):
-                continue  # it has left since, or its file is none
-            try:
-                counter, found = read_touches(descriptor.fileno(), after=known.get(process_id))
-            except OSError:
-                continue
-            finally:
-                descriptor.close()
-            self._read_up_to[process_id] = counter
-            touches += [touch for touch in found if touch[0] in held]
-        return touches
-
-    def _tell_touches(self) -> None:
-        with self._touch_lock:
-            told, self._touches = self._touches, {}
-        if not told or self._process is None:
-            return
-        try:
-            self._process.append_touches([(volume, slot, touch) for (volume, slot), touch in told.items()])
-        except OSError:
+        if self._process is not None and not self._touches.tell(self._process):
             self._counts.failed_publications += 1
+        neighbours = [record.process_id.hex() for record in self._view.neighbours]
+        return self._touches.read(neighbours, of={bytes.fromhex(volume_id) for volume_id in self._held})
 
     # Checks of open()
 
