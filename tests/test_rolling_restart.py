@@ -10,7 +10,8 @@ import pytest
 
 from stepwell.clock import ManualClock
 from stepwell.config import SharedTier, StoreConfig
-from stepwell.index import Tier
+from stepwell.hashing import prefix_hashes
+from stepwell.index import Residency, Tier
 from stepwell.tiers import volume_tier, volumes
 from stepwell.tiers.locks import NotTaken, try_lock
 from stepwell.tiers.volume_tier import VolumeTier
@@ -58,6 +59,10 @@ def fill(rig: Rig, clock: ManualClock, volumes: int) -> int:
         if held(rig) < volumes and rig.store._index.claimable(Tier.SHARED) < 2 * PAGES:
             go_on(clock, rig)
     return number
+
+
+def is_whole(rig: Rig, number: int) -> bool:
+    return rig.store.cached(chain(number, PAGES), tiers=(Tier.SHARED,)) == PAGES * PAGE_TOKENS
 
 
 def found(rig: Rig, chains: int) -> int:
@@ -118,26 +123,29 @@ def test_the_living_serve_what_the_dead_left_without_needing_room(
 def test_a_volume_that_a_lease_kept_is_used_again_when_nobody_wants_it(open_rig: OpenRig, clock: ManualClock) -> None:
     old = open_rig(shared=2 * VOLUME_BYTES, disk=0, clock=clock)
     chains = fill(old, clock, 2)
-    matches = [old.store.match(chain(number, PAGES)[:PAGE_TOKENS]) for number in range(chains)]
+    whole = [number for number in range(chains) if is_whole(old, number)]
+    matches = [old.store.match(chain(number, PAGES)[:PAGE_TOKENS]) for number in whole]
     new = open_rig(shared=2 * VOLUME_BYTES, disk=0, clock=clock)
     go_on(clock, old, new)
     assert (held(old), held(new)) == (2, 0), "each volume keeps pages that a match has pinned"
     assert sum(member.is_leaving for member in tier_of(old).members) == 1
-    gone = [number for number in range(chains) if old.store.cached(chain(number, PAGES), tiers=(Tier.SHARED,)) < 32]
+    gone = [number for number in whole if not is_whole(old, number)]
     assert gone, "what no match has pinned has left"
+    claimable = old.store._index.claimable(Tier.SHARED)
     new.close()
     go_on(clock, old)
     assert not any(member.is_leaving for member in tier_of(old).members)
+    assert old.store._index.claimable(Tier.SHARED) >= claimable + len(gone)
     for match in matches:
         match.close()
-    # The pages that left are not there for whoever comes next either: the slots are free.
-    forgotten = gone[0]
-    old.store.forget(chain(forgotten, PAGES))
-    assert old.save(chain(2000, PAGES)).refused == 0
-    assert old.load(chain(2000, PAGES)) == PAGES
+    # The pages that left are not there for whoever comes next either.
+    keys = [key.tobytes() for key in prefix_hashes(chain(gone[0], PAGES), page_tokens=PAGE_TOKENS)]
+    assert old.store.state(keys[0])[Tier.SHARED] == Residency.RESIDENT
+    assert old.store.state(keys[-1])[Tier.SHARED] == Residency.ABSENT
     old.close()
     later = open_rig(shared=2 * VOLUME_BYTES, disk=0, clock=clock)
-    assert later.load(chain(forgotten, PAGES)) == 0
+    assert later.store.state(keys[0])[Tier.SHARED] == Residency.RESIDENT
+    assert later.store.state(keys[-1])[Tier.SHARED] == Residency.ABSENT
 
 
 def test_a_round_goes_on_beside_one_that_was_stopped_with_the_directory_lock(
