@@ -22,6 +22,7 @@
 #include <string_view>
 
 #include "fault.h"
+#include "recorder.h"
 
 namespace stepwell {
 
@@ -89,6 +90,17 @@ auto retried(Call call) noexcept -> decltype(call()) {
 
 // A fault point that can only fail: -errno or 0.
 int reach(const char* point) noexcept { return -fault::reach(point).error; }
+
+using recorder::Kind;
+
+// Makes a call that changes what names stand for, and notes it where it works.
+template <typename Call>
+auto recorded(Kind kind, const std::string& path, const std::string& target, Call call) noexcept -> decltype(call()) {
+  const recorder::Step step;
+  const auto value = retried(call);
+  if (step && value >= 0) recorder::note(kind, -1, path, target, 0, nullptr, 0);
+  return value;
+}
 
 void convert(const struct ::stat& from, FileStat* to) noexcept {
   to->size = static_cast<uint64_t>(from.st_size);
@@ -193,8 +205,12 @@ namespace file {
 
 int open(const std::string& path, int flags, uint32_t mode) noexcept {
   if (const int error = reach("file.open"); error != 0) return error;
+  const recorder::Step step;
+  struct ::stat before;
+  const bool creates = step && (flags & O_CREAT) != 0 && ::lstat(path.c_str(), &before) != 0;
   const NoFork no_fork;
   const int fd = retried([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, mode); });
+  if (fd >= 0 && creates) recorder::note(Kind::kCreate, fd, path, "", 0, nullptr, 0);
   if (fd >= 0 && !register_descriptor(fd)) {
     ::close(fd);
     return -EMFILE;
@@ -222,7 +238,10 @@ int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) noexcept
   const fault::Outcome outcome = fault::reach("file.pwrite");
   if (outcome.error != 0) return -outcome.error;
   if (outcome.short_bytes >= 0) bytes = std::min(bytes, static_cast<size_t>(outcome.short_bytes));
-  return retried([&]() -> int64_t { return ::pwrite(fd, data, bytes, static_cast<off_t>(offset)); });
+  const recorder::Step step;
+  const int64_t moved = retried([&]() -> int64_t { return ::pwrite(fd, data, bytes, static_cast<off_t>(offset)); });
+  if (step && moved > 0) recorder::note(Kind::kWrite, fd, "", "", offset, data, static_cast<size_t>(moved));
+  return moved;
 }
 
 int pread_all(int fd, void* data, size_t bytes, uint64_t offset) noexcept {
@@ -247,17 +266,39 @@ int pwrite_all(int fd, const void* data, size_t bytes, uint64_t offset) noexcept
 
 int truncate(int fd, uint64_t bytes) noexcept {
   if (const int error = reach("file.truncate"); error != 0) return error;
-  return retried([&] { return ::ftruncate(fd, static_cast<off_t>(bytes)); });
+  const recorder::Step step;
+  const int result = retried([&] { return ::ftruncate(fd, static_cast<off_t>(bytes)); });
+  if (step && result == 0) recorder::note(Kind::kResize, fd, "", "", bytes, nullptr, 0);
+  return result;
 }
 
 int reserve(int fd, uint64_t offset, uint64_t bytes) noexcept {
   if (const int error = reach("file.reserve"); error != 0) return error;
-  return retried([&] { return ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)); });
+  const recorder::Step step;
+  struct ::stat before = {};
+  if (step) ::fstat(fd, &before);
+  const int result =
+      retried([&] { return ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)); });
+  if (step && result == 0 && offset + bytes > static_cast<uint64_t>(before.st_size))
+    recorder::note(Kind::kResize, fd, "", "", offset + bytes, nullptr, 0);
+  return result;
 }
 
 int sync(int fd) noexcept {
   if (const int error = reach("file.sync"); error != 0) return error;
-  return retried([&] { return ::fdatasync(fd); });
+  const recorder::Step step;
+  const int result = retried([&] { return ::fdatasync(fd); });
+  if (step && result == 0) recorder::note(Kind::kSync, fd, "", "", 0, nullptr, 0);
+  return result;
+}
+
+int sync_directory(const std::string& path) noexcept {
+  if (const int error = reach("file.sync_directory"); error != 0) return error;
+  const int fd = open(path, O_RDONLY | O_DIRECTORY, 0);
+  if (fd < 0) return fd;
+  const int result = recorded(Kind::kSyncDirectory, path, "", [&] { return ::fsync(fd); });
+  const int closed = close(fd);
+  return result < 0 ? result : closed;
 }
 
 int lock(int fd) noexcept {
@@ -272,22 +313,22 @@ int unlock(int fd) noexcept {
 
 int rename(const std::string& from, const std::string& to) noexcept {
   if (const int error = reach("file.rename"); error != 0) return error;
-  return retried([&] { return ::rename(from.c_str(), to.c_str()); });
+  return recorded(Kind::kRename, from, to, [&] { return ::rename(from.c_str(), to.c_str()); });
 }
 
 int unlink(const std::string& path) noexcept {
   if (const int error = reach("file.unlink"); error != 0) return error;
-  return retried([&] { return ::unlink(path.c_str()); });
+  return recorded(Kind::kUnlink, path, "", [&] { return ::unlink(path.c_str()); });
 }
 
 int make_directory(const std::string& path, uint32_t mode) noexcept {
   if (const int error = reach("file.mkdir"); error != 0) return error;
-  return retried([&] { return ::mkdir(path.c_str(), mode); });
+  return recorded(Kind::kMakeDirectory, path, "", [&] { return ::mkdir(path.c_str(), mode); });
 }
 
 int remove_directory(const std::string& path) noexcept {
   if (const int error = reach("file.rmdir"); error != 0) return error;
-  return retried([&] { return ::rmdir(path.c_str()); });
+  return recorded(Kind::kRemoveDirectory, path, "", [&] { return ::rmdir(path.c_str()); });
 }
 
 int list(const std::string& path, std::vector<std::string>* names) noexcept {

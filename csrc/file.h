@@ -1,4 +1,5 @@
-// Every system call on a file, each one a fault point, so that a test can fail, shorten, delay or kill at any of them.
+// Every system call on a file, each one a fault point, so that a test can fail, shorten, delay or kill at any of them;
+// those that change a file or a name can be recorded (recorder.h).
 //
 // Functions return a value >= 0 or -errno, as system calls do in the kernel; they retry EINTR. Nothing here throws.
 // Descriptors are close-on-exec and are closed in a forked child (pthread_atfork), so that a child keeps no lock alive.
@@ -75,6 +76,8 @@ int pwrite_all(int fd, const void* data, size_t bytes, uint64_t offset) noexcept
 int truncate(int fd, uint64_t bytes) noexcept;                  // point: file.truncate
 int reserve(int fd, uint64_t offset, uint64_t bytes) noexcept;  // fallocate; point: file.reserve
 int sync(int fd) noexcept;                                      // fdatasync; point: file.sync
+// fsync of a directory: the names in it are as durable as they will be. point: file.sync_directory
+int sync_directory(const std::string& path) noexcept;
 int lock(int fd) noexcept;    // flock LOCK_EX | LOCK_NB; -EWOULDBLOCK if held.  point: file.lock
 int unlock(int fd) noexcept;  // flock LOCK_UN.                                  point: file.unlock
 int rename(const std::string& from, const std::string& to) noexcept;  // point: file.rename

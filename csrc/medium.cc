@@ -1,5 +1,6 @@
 #include "medium.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
@@ -37,6 +38,10 @@ std::byte* Scratch::source(size_t bytes) noexcept { return grow(&source_, &sourc
 
 std::byte* Scratch::target(size_t bytes) noexcept { return grow(&target_, &target_bytes_, bytes); }
 
+void Medium::settle(const uint32_t*, size_t count, Status* statuses) noexcept {
+  std::fill_n(statuses, count, Status::kOk);
+}
+
 Status write_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, const std::byte* data,
                   Scratch& scratch) noexcept {
   if (Status status = resize_checksums(&scratch.target_checksums, shape.layers()); status != Status::kOk) return status;
@@ -51,7 +56,9 @@ Status write_page(Medium& medium, const PageShape& shape, uint32_t slot, const L
     if (status != Status::kOk) return status;
     scratch.target_checksums[layer] = crc;
   }
-  return medium.finish_write(slot, label, scratch.target_checksums.data(), target);
+  Status status = medium.finish_write(slot, label, scratch.target_checksums.data(), target);
+  if (status == Status::kOk && medium.settles()) medium.settle(&slot, 1, &status);
+  return status;
 }
 
 Status read_page(Medium& medium, const PageShape& shape, uint32_t slot, const Label& label, std::byte* out,

@@ -56,9 +56,14 @@ class Medium {
   virtual Status prepare_read(uint32_t slot, const Label& label, Scratch& scratch, PageSource* source) noexcept = 0;
   // FORMAT.md 3.1. Opens the slot for writing; the bytes then go to target->bytes.
   virtual Status begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept = 0;
-  // FORMAT.md 3.2-3.6: orders the bytes, writes checksums and record, publishes.
+  // FORMAT.md 3.2-3.6: orders the bytes, writes checksums and record, publishes; the last only where nothing settles.
   virtual Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
                               const PageTarget& target) noexcept = 0;
+  // Whether a page that finish_write has written is published by settle() only: where it must be durable first.
+  virtual bool settles() const noexcept { return false; }
+  // Makes pages durable and publishes them, all of them together: FORMAT.md 3, durability `power`. statuses[i] is of
+  // slots[i]; of one that fails nothing is published. One call at a time. REQUIRES finish_write said kOk for each.
+  virtual void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept;
   // Frees the slot's record: nobody can find the page any more. Done before the index gets the slot back.
   virtual Status retire(uint32_t slot) noexcept = 0;
   // Writes a pattern over the slot and reads it back: the way out of quarantine.

@@ -84,6 +84,12 @@ struct Worker {
   std::vector<uint32_t> checksums;  // of the page that is being gathered
 };
 
+// A stage whose bytes are written, and whose pages are to be made durable before they are committed.
+struct Settling {
+  std::shared_ptr<Transfer> transfer;
+  int stage = 0;
+};
+
 // Where the bytes of a page come from just now.
 struct OpenSource {
   int column = kPoolColumn;
@@ -152,6 +158,10 @@ struct Mover::Impl {
   void settle_source(Transfer& transfer, uint32_t page) noexcept;
   void resolve(Transfer& transfer, uint32_t page) noexcept;
   void end_unit(const Unit& unit) noexcept;
+  void end_stage(const std::shared_ptr<Transfer>& transfer, int ended) noexcept;
+  void settle_later(const Settling& stage) noexcept;
+  void settle(const std::vector<Settling>& round, int column);
+  void end_settling(const Settling& stage) noexcept;
   void settle_unit(const Unit& unit) noexcept;
   void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) noexcept;
   void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
@@ -189,6 +199,8 @@ struct Mover::Impl {
   std::array<WeightedQueue<Unit>, kQueues> queues;
   std::unordered_map<const Transfer*, std::shared_ptr<Transfer>> live;  // submitted, not ended
   bool closed = false;
+  std::vector<Settling> settling;
+  bool is_settling = false;  // a worker does rounds of it
 
   Worker stepped;                     // of step(), with 0 threads
   std::vector<std::jthread> threads;  // last: joined before anything above goes
@@ -460,6 +472,10 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
     return true;
   }
   reach("mover.after_copy");
+  if (medium.settles()) {
+    transfer.progress_->pages[page].unsettled |= column_mask(column);
+    return true;
+  }
   commit(transfer, page, column);
   reach("mover.after_commit");
   // What was gathered once is read from there for further sinks: fewer strided reads, and a stay less in the caller's
@@ -632,6 +648,7 @@ void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Sta
 void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage) noexcept {
   const PageCopy& copy = transfer.spec_.pages[page];
   PageProgress& progress = transfer.progress_->pages[page];
+  if (progress.unsettled != 0) return;  // end_settling() decides
   for (int column = 0; column < kTiers; ++column) {
     const ColumnMask bit = column_mask(column);
     if ((progress.sinks[static_cast<size_t>(stage)] & bit) == 0 || (progress.settled & bit) != 0) continue;
@@ -723,14 +740,107 @@ void Mover::Impl::end_unit(const Unit& unit) noexcept {
     std::lock_guard lock(unit.transfer->mutex_);
     if (--progress.units_left > 0) return;
   }
-  for (int stage = unit.stage + 1; stage < kStages; ++stage) {
+  const bool waits = std::any_of(progress.pages.begin(), progress.pages.end(),
+                                 [](const PageProgress& page) { return page.unsettled != 0; });
+  if (waits) {
+    settle_later({unit.transfer, unit.stage});
+  } else {
+    end_stage(unit.transfer, unit.stage);
+  }
+}
+
+void Mover::Impl::end_stage(const std::shared_ptr<Transfer>& transfer, int ended) noexcept {
+  Transfer::Progress& progress = *transfer->progress_;
+  for (int stage = ended + 1; stage < kStages; ++stage) {
     const auto next = static_cast<size_t>(stage);
     if (progress.units[next].empty()) continue;
     if (!progress.uses_pool[next]) progress.source_released.store(true, std::memory_order_release);
-    begin_stage(unit.transfer, stage);
+    begin_stage(transfer, stage);
     return;
   }
-  end_transfer(unit.transfer);
+  end_transfer(transfer);
+}
+
+// The worker that comes first settles, round after round, whatever has come to wait meanwhile: pages of all transfers
+// in one call of their medium, so that they share its syncs. The others go on writing.
+void Mover::Impl::settle_later(const Settling& stage) noexcept {
+  Transfer::Progress& progress = *stage.transfer->progress_;
+  bool needs_pool = false;
+  for (auto next = static_cast<size_t>(stage.stage) + 1; next < kStages; ++next) needs_pool |= progress.uses_pool[next];
+  if (!needs_pool) progress.source_released.store(true, std::memory_order_release);
+  try {
+    std::lock_guard lock(queue_mutex);
+    settling.push_back(stage);
+    if (is_settling) return;
+    is_settling = true;
+  } catch (...) {  // no memory even for the list
+    poison_by_current_exception();
+    end_settling(stage);
+    return;
+  }
+  for (;;) {
+    std::vector<Settling> round;
+    {
+      std::lock_guard lock(queue_mutex);
+      if (settling.empty()) {
+        is_settling = false;
+        return;
+      }
+      round.swap(settling);
+    }
+    surely([&] {
+      for (int column = 1; column < kTiers; ++column) {
+        if (const Medium* medium = media[static_cast<size_t>(column)]; medium != nullptr && medium->settles())
+          settle(round, column);
+      }
+    });
+    for (const Settling& each : round) end_settling(each);
+  }
+}
+
+void Mover::Impl::settle(const std::vector<Settling>& round, int column) {
+  struct Page {
+    uint32_t slot;
+    Transfer* transfer;
+    uint32_t page;
+  };
+  std::vector<Page> pages;
+  for (const Settling& each : round) {
+    if (stopped(*each.transfer)) continue;
+    const std::vector<PageProgress>& progress = each.transfer->progress_->pages;
+    for (uint32_t page = 0; page < progress.size(); ++page) {
+      if ((progress[page].unsettled & column_mask(column)) == 0) continue;
+      pages.push_back({each.transfer->spec_.pages[page].slots[static_cast<size_t>(column)], each.transfer.get(), page});
+    }
+  }
+  std::sort(pages.begin(), pages.end(), [](const Page& a, const Page& b) { return a.slot < b.slot; });
+  std::vector<uint32_t> slots;
+  slots.reserve(pages.size());
+  for (const Page& page : pages) slots.push_back(page.slot);
+  std::vector<Status> statuses(pages.size(), Status::kIOError);
+  media[static_cast<size_t>(column)]->settle(slots.data(), slots.size(), statuses.data());
+  for (size_t i = 0; i < pages.size(); ++i) {
+    Transfer& transfer = *pages[i].transfer;
+    transfer.progress_->pages[pages[i].page].unsettled &= static_cast<ColumnMask>(~column_mask(column));
+    surely([&] {
+      if (statuses[i] == Status::kOk) {
+        commit(transfer, pages[i].page, column);
+        reach("mover.after_commit");
+      } else {
+        fail(transfer, pages[i].page, column, statuses[i]);
+      }
+    });
+  }
+}
+
+// What was not settled is aborted, as anything else that a stage leaves undone.
+void Mover::Impl::end_settling(const Settling& stage) noexcept {
+  std::vector<PageProgress>& pages = stage.transfer->progress_->pages;
+  for (uint32_t page = 0; page < pages.size(); ++page) {
+    pages[page].unsettled = 0;
+    settle_stage(*stage.transfer, page, stage.stage);
+  }
+  end_stage(stage.transfer, stage.stage);
 }
 
 void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept {

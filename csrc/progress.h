@@ -26,6 +26,7 @@ struct PageProgress {
   // sinks whose claim was committed or aborted (pool: landed or given up); of a check, the source once it was right
   ColumnMask settled = 0;
   ColumnMask published = 0;      // record written, claim not committed yet
+  ColumnMask unsettled = 0;      // of these: to be made durable by the medium first, after the stage's last unit
   bool source_settled = false;   // a LEAVING source was finished, kept or quarantined
   Status failure = Status::kOk;  // the first one that decides the page's status
 

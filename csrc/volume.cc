@@ -115,13 +115,22 @@ void check_shape(const VolumeHeader& header, const PageShape& shape) {
 
 }  // namespace
 
-Volume::Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io)
-    : shape_(shape), header_(header), metadata_(std::move(metadata)), pages_(std::move(pages)), direct_io_(direct_io) {
+Volume::Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io,
+               Durability durability)
+    : shape_(shape),
+      header_(header),
+      metadata_(std::move(metadata)),
+      pages_(std::move(pages)),
+      direct_io_(direct_io),
+      durability_(durability) {
+  if (durability == Durability::kPower && header.medium != VolumeMedium::kDisk)
+    throw std::invalid_argument("only a disk volume outlives the machine's power");
   check_header(header_, metadata_, pages_);
   check_shape(header_, shape_);
   if (const int result = file::pread_all(metadata_.get(), &ring_counter_, sizeof(ring_counter_), header_.ring_offset);
       result < 0)
     throw_io_error(result, "cannot read the ring counter of a volume");
+  if (settles()) freed_in_.resize(header_.slots);
   if (header_.medium == VolumeMedium::kShared) {
     if (!guard::install()) throw_io_error(-errno, "cannot install the SIGBUS guard");
     void* address = nullptr;
@@ -174,7 +183,10 @@ Status Volume::load_generation(uint32_t slot, uint64_t* generation) noexcept {
 }
 
 Status Volume::store_generation(uint32_t slot, uint64_t generation) noexcept {
-  return store_word(record_offset(slot), generation);
+  const Status status = store_word(record_offset(slot), generation);
+  // After the store: a sync that has this number then begins after it.
+  if (settles() && generation % 2 == 1) freed_in_[slot] = next_sync_.load();
+  return status;
 }
 
 Status Volume::append_ring(uint32_t slot, uint64_t generation) noexcept {
@@ -236,7 +248,10 @@ Status Volume::make_odd(uint32_t slot, uint64_t* odd) noexcept {
   uint64_t generation = 0;
   if (Status status = load_generation(slot, &generation); status != Status::kOk) return status;
   *odd = generation | 1;
-  return *odd == generation ? Status::kOk : store_generation(slot, *odd);
+  if (*odd == generation) return Status::kOk;
+  const Status status = store_generation(slot, *odd);
+  if (settles() && generation == 0) freed_in_[slot] = 0;  // no page was ever here: nothing to come back
+  return status;
 }
 
 Status Volume::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) noexcept {
@@ -248,6 +263,7 @@ Status Volume::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) 
   full_fence();
   if (odd >= kGenerationLimit - 1) return Status::kInvalid;
   if (fails("volume.odd")) return Status::kIOError;
+  if (Status status = ensure_free_is_durable(slot); status != Status::kOk) return status;
   if (by_mapping()) {
     target->bytes = mapping_ + page_offset(slot);
     target->guarded = true;
@@ -292,17 +308,75 @@ Status Volume::finish_write(uint32_t slot, const Label& label, const uint32_t* c
                           kRecordBytes - kGenerationBytes);
   copy_fence();
   if (status != Status::kOk || fails("volume.after_record")) return failed(status);
+  return settles() ? Status::kOk : publish(slot, record.generation);
+}
 
-  status = store_generation(slot, record.generation);
+Status Volume::publish(uint32_t slot, uint64_t generation) noexcept {
+  Status status = store_generation(slot, generation);
   if (status == Status::kOk && !fails("volume.after_publish"))
-    status = append_ring(slot, record.generation);
+    status = append_ring(slot, generation);
   else
     status = failed(status);
   if (status == Status::kOk && fails("volume.after_ring")) status = Status::kIOError;
   // Who is told that the write failed gives the slot back: nobody may find the page then.
-  if (status != Status::kOk) store_generation(slot, record.generation + 1);
+  if (status != Status::kOk) store_generation(slot, generation + 1);
   return status;
 }
+
+// --- durability `power`
+
+Status Volume::sync_file(const Descriptor& file) noexcept {
+  if (is_suspect()) return Status::kIOError;
+  const Status status = from_errno(file::sync(file.get()));
+  syncs_.fetch_add(1, std::memory_order_relaxed);
+  if (status != Status::kOk) is_suspect_.store(true, std::memory_order_relaxed);
+  return status;
+}
+
+Status Volume::sync_metadata() noexcept {
+  const uint64_t number = next_sync_.fetch_add(1);
+  const Status status = sync_file(metadata_);
+  if (status == Status::kOk) done_sync_.store(number);
+  return status;
+}
+
+Status Volume::sync() noexcept {
+  const std::lock_guard lock(sync_mutex_);
+  if (pages_.valid()) {
+    if (Status status = sync_file(pages_); status != Status::kOk) return status;
+  }
+  return sync_metadata();
+}
+
+Status Volume::ensure_free_is_durable(uint32_t slot) noexcept {
+  if (!settles()) return Status::kOk;
+  if (is_suspect()) return Status::kIOError;
+  if (freed_in_[slot] <= done_sync_.load()) return Status::kOk;
+  const std::lock_guard lock(sync_mutex_);
+  return freed_in_[slot] <= done_sync_.load() ? Status::kOk : sync_metadata();
+}
+
+void Volume::settle(const uint32_t* slots, size_t count, Status* statuses) noexcept {
+  const std::lock_guard lock(sync_mutex_);
+  Status all = fails("volume.settle") ? Status::kIOError : sync_file(pages_);
+  if (all == Status::kOk && fails("volume.after_bytes_sync")) all = Status::kIOError;
+  for (size_t i = 0; i < count; ++i) {
+    uint64_t odd = 0;
+    statuses[i] = all;
+    if (statuses[i] == Status::kOk) statuses[i] = load_generation(slots[i], &odd);
+    if (statuses[i] == Status::kOk) statuses[i] = publish(slots[i], odd + 1);
+  }
+  if (all != Status::kOk) return;
+  all = sync_metadata();
+  if (all == Status::kOk && !fails("volume.after_sync")) return;
+  // Who is told that a write failed gives the slot back: nobody may find the page then.
+  for (size_t i = 0; i < count; ++i) {
+    if (statuses[i] == Status::kOk) retire(slots[i]);
+    statuses[i] = Status::kIOError;
+  }
+}
+
+// --- freeing a page
 
 Status Volume::retire(uint32_t slot) noexcept {
   if (slot >= header_.slots) return Status::kInvalid;
@@ -529,8 +603,9 @@ Status Volume::write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept {
   changed.boot_id = boot_id;
   std::array<std::byte, kHeaderBytes> bytes;
   changed.encode(bytes.data());
-  // One pwrite of one page-cache page, in either medium: a reader or a kill finds the old header or the new one.
-  const Status status = from_errno(file::pwrite_all(metadata_.get(), bytes.data(), bytes.size(), 0));
+  // Within one sector, and no part of the checksum: whatever a kill or a power loss leaves of it, the header holds.
+  const Status status =
+      from_errno(file::pwrite_all(metadata_.get(), bytes.data() + kBootIdOffset, changed.boot_id.size(), kBootIdOffset));
   if (status == Status::kOk) header_ = changed;
   return status;
 }

@@ -24,6 +24,7 @@ constexpr uint32_t kMaxVolumes = 1u << (32 - kSlotBits);
 
 // Sizes and limits of FORMAT.md 2.
 constexpr uint32_t kHeaderBytes = 4096;
+constexpr uint32_t kBootIdOffset = 160;
 constexpr uint32_t kRecordBytes = 192;
 constexpr uint32_t kRecencyBytes = 16;
 constexpr uint32_t kRingHeadBytes = 64;
@@ -37,6 +38,9 @@ constexpr bool holds_page(uint64_t generation) noexcept {
 }
 
 enum class VolumeMedium : uint8_t { kShared = 1, kDisk = 2 };
+
+// What a committed page of a disk volume survives: the end of the process, or of the machine's power too.
+enum class Durability : uint8_t { kProcess, kPower };
 
 // FORMAT.md 2.1, as numbers. encode() writes the 4096 bytes; decode() checks every field against every other and the
 // file sizes.
@@ -92,8 +96,9 @@ class Volume final : public Medium {
  public:
   // Opens files that hold a complete volume. metadata: `.vol` or `.meta`; pages: invalid for a shared volume.
   // Throws std::runtime_error with the reason (header damaged or not the given one, sizes wrong, map failed, shape does
-  // not fit: names both).
-  Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io);
+  // not fit: names both). durability: kPower for a disk volume only.
+  Volume(const PageShape& shape, VolumeHeader header, Descriptor metadata, Descriptor pages, bool direct_io,
+         Durability durability = Durability::kProcess);
   // REQUIRES that no other thread is inside a method or holds bytes of the mapping (PageSource, PageTarget): its
   // addresses go.
   ~Volume() override;
@@ -105,6 +110,16 @@ class Volume final : public Medium {
                       const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
+  bool settles() const noexcept override { return durability_ == Durability::kPower; }
+  void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept override;
+
+  // Makes all that the files hold durable: before pages of an adopted volume count as such.
+  Status sync() noexcept;
+  // A sync failed. What was written since the one before may be lost although the kernel no longer calls it dirty, and
+  // a later sync would not say so: the volume takes no page any more until it is opened anew. What it holds is read on,
+  // each page verified, as always.
+  bool is_suspect() const noexcept { return is_suspect_.load(std::memory_order_relaxed); }
+  uint64_t syncs() const noexcept { return syncs_.load(std::memory_order_relaxed); }
 
   const VolumeHeader& header() const noexcept { return header_; }
   const PageShape& shape() const noexcept { return shape_; }
@@ -157,6 +172,12 @@ class Volume final : public Medium {
   Status store_generation(uint32_t slot, uint64_t generation) noexcept;
   Status append_ring(uint32_t slot, uint64_t generation) noexcept;
   Status skip_ring() noexcept;  // every reader of the ring reads all records next
+  Status publish(uint32_t slot, uint64_t generation) noexcept;
+  // REQUIRES sync_mutex_
+  Status sync_file(const Descriptor& file) noexcept;
+  Status sync_metadata() noexcept;
+  // The slot is free, odd; with kPower its bytes may be overwritten once that is durable.
+  Status ensure_free_is_durable(uint32_t slot) noexcept;
 
   PageShape shape_;
   VolumeHeader header_;
@@ -164,6 +185,15 @@ class Volume final : public Medium {
   bool direct_io_;
   std::byte* mapping_ = nullptr;  // shared: the whole file; disk: none
   std::atomic<bool> use_mapping_{true};
+  Durability durability_;
+  // One sync at a time: of two at once only one is told that it failed. Held over the sync.
+  std::mutex sync_mutex_;
+  std::atomic<bool> is_suspect_{false};
+  std::atomic<uint64_t> syncs_{0};
+  // Syncs of the metadata are numbered. freed_in_[slot]: the first of them that makes its odd generation durable, 0:
+  // it is. Written by the holder of the slot. Empty with kProcess.
+  std::atomic<uint64_t> next_sync_{1}, done_sync_{0};
+  std::vector<uint64_t> freed_in_;
   std::mutex meta_mutex_;      // ring counter and the append of its entry
   uint64_t ring_counter_ = 0;  // GUARDED_BY(meta_mutex_)
   uint64_t next_stamp_ = 1;    // keeper only
@@ -188,7 +218,9 @@ Status read_foreign_page(const PageShape& shape, const VolumeHeader& header, int
 // slot of it is claimed, resident or pinned (then no worker can be inside it).
 class VolumeSet final : public Medium {
  public:
-  explicit VolumeSet(bool does_io) : does_io_(does_io) {}
+  // durability: of each volume in it.
+  explicit VolumeSet(bool does_io, Durability durability = Durability::kProcess)
+      : does_io_(does_io), durability_(durability) {}
   // returns the volume number; throws std::length_error when 4096 are in use
   uint32_t add(std::shared_ptr<Volume> volume);
   std::shared_ptr<Volume> remove(uint32_t number);
@@ -201,11 +233,14 @@ class VolumeSet final : public Medium {
                       const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
+  bool settles() const noexcept override { return durability_ == Durability::kPower; }
+  void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept override;
 
  private:
   Volume* volume_of(uint32_t slot) const noexcept;  // null: no such volume
 
   bool does_io_;
+  Durability durability_;
   mutable std::mutex mutex_;  // owners_
   std::vector<std::shared_ptr<Volume>> owners_;
   std::array<std::atomic<Volume*>, kMaxVolumes> table_{};

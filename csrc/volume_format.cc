@@ -69,6 +69,14 @@ void lay_out(VolumeHeader* header, uint32_t slots) noexcept {
 
 uint64_t total_bytes(const VolumeHeader& header) noexcept { return header.metadata_bytes + header.pages_bytes; }
 
+// The boot id counts as zeros: it is rewritten in place, and a power loss in the midst of that must not cost a volume.
+uint32_t header_checksum(const std::byte header[4096]) noexcept {
+  constexpr size_t kBootIdBytes = sizeof(VolumeHeader::boot_id);
+  constexpr std::array<std::byte, kBootIdBytes> kZeros{};
+  const size_t behind = kBootIdOffset + kBootIdBytes;
+  return crc32c(crc32c(crc32c(0, header, kBootIdOffset), kZeros.data(), kBootIdBytes), header + behind, 4092 - behind);
+}
+
 std::string wrong(const char* what, uint64_t value) { return std::string(what) + " " + std::to_string(value); }
 
 }  // namespace
@@ -133,10 +141,10 @@ void VolumeHeader::encode(std::byte out[4096]) const noexcept {
   put(out, 136, pages_offset);
   put(out, 144, metadata_bytes);
   put(out, 152, pages_bytes);
-  put(out, 160, boot_id);
+  put(out, kBootIdOffset, boot_id);
   put(out, 176, birth_ns);
   put(out, 184, epoch);
-  put(out, 4092, crc32c(0, out, 4092));
+  put(out, 4092, header_checksum(out));
 }
 
 std::string VolumeHeader::decode(const std::byte in[4096], uint64_t metadata_file_bytes, uint64_t pages_file_bytes,
@@ -144,7 +152,7 @@ std::string VolumeHeader::decode(const std::byte in[4096], uint64_t metadata_fil
   if (get<std::array<char, 8>>(in, 0) != kMagic) return "magic";
   if (get<uint32_t>(in, 8) != kVersion) return wrong("format version", get<uint32_t>(in, 8));
   if (get<uint32_t>(in, 12) != kHeaderBytes) return wrong("header bytes", get<uint32_t>(in, 12));
-  if (get<uint32_t>(in, 4092) != crc32c(0, in, 4092)) return "header checksum";
+  if (get<uint32_t>(in, 4092) != header_checksum(in)) return "header checksum";
   if (!all_zero(in, 66, 68) || !all_zero(in, 192, 4092)) return "reserved bytes are not zero";
 
   VolumeHeader header;
@@ -212,7 +220,7 @@ std::string VolumeHeader::decode(const std::byte in[4096], uint64_t metadata_fil
   if (!shared && header.pages_offset != 0) return wrong("pages offset of a disk volume", header.pages_offset);
   if (!shared && header.slot_bytes * slots > header.pages_bytes) return "pages end behind the pages file";
 
-  header.boot_id = get<std::array<uint8_t, 16>>(in, 160);
+  header.boot_id = get<std::array<uint8_t, 16>>(in, kBootIdOffset);
   header.birth_ns = get<uint64_t>(in, 176);
   header.epoch = get<uint64_t>(in, 184);
   *out = header;

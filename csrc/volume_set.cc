@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <utility>
 
@@ -8,6 +10,7 @@ namespace stepwell {
 uint32_t VolumeSet::add(std::shared_ptr<Volume> volume) {
   if (volume == nullptr) throw std::invalid_argument("no volume given");
   if (volume->does_io() != does_io_) throw std::invalid_argument("a set holds volumes of one medium only");
+  if (volume->settles() != settles()) throw std::invalid_argument("a set holds volumes of one durability only");
   if (volume->header().slots > 1u << kSlotBits) {
     throw std::invalid_argument("a volume of " + std::to_string(volume->header().slots) +
                                 " slots cannot be part of a set: at most 2^20");
@@ -58,6 +61,26 @@ Status VolumeSet::finish_write(uint32_t slot, const Label& label, const uint32_t
 Status VolumeSet::retire(uint32_t slot) noexcept {
   const std::shared_ptr<Volume> volume = get(slot >> kSlotBits);
   return volume == nullptr ? Status::kInvalid : volume->retire(slot & kSlotMask);
+}
+
+// Volume by volume, a run of its slots at a time: no memory is asked for, and pages of one batch lie together.
+void VolumeSet::settle(const uint32_t* slots, size_t count, Status* statuses) noexcept {
+  constexpr size_t kRun = 1024;
+  std::array<uint32_t, kRun> inside;
+  for (size_t first = 0; first < count;) {
+    const uint32_t number = slots[first] >> kSlotBits;
+    size_t run = 0;
+    while (run < kRun && first + run < count && slots[first + run] >> kSlotBits == number) {
+      inside[run] = slots[first + run] & kSlotMask;
+      ++run;
+    }
+    if (Volume* volume = volume_of(slots[first]); volume != nullptr) {
+      volume->settle(inside.data(), run, statuses + first);
+    } else {
+      std::fill_n(statuses + first, run, Status::kInvalid);
+    }
+    first += run;
+  }
 }
 
 Status VolumeSet::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {

@@ -23,14 +23,9 @@ from stepwell.tiers.reader import NotReadableError, count_slots, open_volume
 from stepwell.tiers.volume_files import list_directory
 from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, Directories, Rig, chain
 from test_directory_processes import Child
-from volume_kit import FINGERPRINT, Volume
+from volume_kit import FINGERPRINT, Volume, sealed
 
 HERE = Path(__file__).parent
-
-def checked(header: bytes) -> bytes:
-    """Return a header with its own checksum right again."""
-    return header[:-4] + _core.crc32c(header[:-4]).to_bytes(4, "little")
-
 
 @pytest.fixture(params=[1, 2], ids=["shared", "disk"])
 def medium(request: pytest.FixtureRequest) -> int:
@@ -176,8 +171,11 @@ def test_every_flipped_byte_of_a_header_is_told(place: Path, medium: int) -> Non
     for at in range(4096):
         volume.write_header(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
         report = volume.report()
-        assert report.condition == "damaged", at
-        assert report.why
+        if 160 <= at < 176:  # the boot id, rewritten in place: only that is another then
+            assert (report.condition, report.is_this_boot) == ("readable", False), at
+        else:
+            assert report.condition == "damaged", at
+            assert report.why
     volume.write_header(whole)
     assert volume.report().condition == "readable"
 
@@ -191,7 +189,7 @@ def test_every_field_of_a_header_may_hold_anything(place: Path, medium: int) -> 
             for value in (0, 1, 2, 7, 2**16, 2**24, 2**31, 2**32 - 1, 2**48, 2**63, 2**64 - 1):
                 forged = value % 2 ** (8 * width)
                 data = whole[:at] + forged.to_bytes(width, "little") + whole[at + width :]
-                volume.write_header(checked(data))
+                volume.write_header(sealed(data))
                 report = volume.report()
                 assert report.condition in ("readable", "damaged", "other format"), (at, value)
                 if report.condition == "readable":
@@ -203,7 +201,7 @@ def test_every_field_of_a_header_may_hold_anything(place: Path, medium: int) -> 
 def test_a_header_of_another_format_version_is_no_damage(place: Path) -> None:
     volume = Volume(place)
     data = volume.header.encode()
-    volume.write_header(checked(data[:8] + (9).to_bytes(4, "little") + data[12:]))
+    volume.write_header(sealed(data[:8] + (9).to_bytes(4, "little") + data[12:]))
     report = inspection.inspect_directory(str(place))
     assert [v.condition for v in report.volumes] == ["other format"]
     assert "version 9" in report.volumes[0].why

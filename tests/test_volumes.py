@@ -36,6 +36,7 @@ from stepwell.tiers.limits import Limit
 from stepwell.tiers.locks import NotTaken, try_lock
 from stepwell.tiers.process_file import ProcessRecord
 from stepwell.tiers.volumes import PATIENCE_NS, TierDirectory
+from volume_kit import sealed
 
 ID = "0123456789abcdef" * 2
 
@@ -1245,9 +1246,8 @@ def test_a_volume_of_another_format_version_is_left_until_its_room_is_needed(wor
     with open(path, "r+b") as file:
         header = bytearray(file.read(4096))
         header[8:12] = (2).to_bytes(4, "little")
-        header[-4:] = _core.crc32c(bytes(header[:-4])).to_bytes(4, "little")
         file.seek(0)
-        file.write(header)
+        file.write(sealed(bytes(header)))
     second = world.open()
     assert second.adopt() == []
     assert path.exists()

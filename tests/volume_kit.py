@@ -15,6 +15,11 @@ FINGERPRINT = bytes(range(32))
 FREE = Lock(False, "")
 
 
+def sealed(header: bytes) -> bytes:
+    """Return a header of 4096 bytes with the checksum that belongs to it: the boot id counts as zeros."""
+    return header[:-4] + _core.crc32c(header[:160] + bytes(16) + header[176:-4]).to_bytes(4, "little")
+
+
 class Volume:
     """A volume in a tier directory, written as its holder writes it, without a holder now."""
 

@@ -1,11 +1,13 @@
 // stepwell._core.file_*: the file layer for the directory protocol. Failures are OSError with errno and path.
 #include <fcntl.h>
+#include <nanobind/stl/pair.h>
 
 #include <cerrno>
 #include <cstring>
 
 #include "bind.h"
 #include "file.h"
+#include "recorder.h"
 
 namespace stepwell::bind {
 namespace {
@@ -132,9 +134,31 @@ int detach(Descriptor& descriptor) {
   return fd;
 }
 
+void bind_recorder(nb::module_& module) {
+  nb::class_<recorder::Call>(module, "RecordedCall", "A call that changed a file or a name (csrc/recorder.h).")
+      .def_prop_ro("kind", [](const recorder::Call& call) { return static_cast<int>(call.kind); })
+      .def_prop_ro("file", [](const recorder::Call& call) { return std::pair(call.device, call.inode); })
+      .def_prop_ro("path",
+                   [](const recorder::Call& call) {
+                     return nb::steal<nb::str>(PyUnicode_DecodeFSDefaultAndSize(
+                         call.path.data(), static_cast<Py_ssize_t>(call.path.size())));
+                   })
+      .def_prop_ro("target",
+                   [](const recorder::Call& call) {
+                     return nb::steal<nb::str>(PyUnicode_DecodeFSDefaultAndSize(
+                         call.target.data(), static_cast<Py_ssize_t>(call.target.size())));
+                   })
+      .def_ro("offset", &recorder::Call::offset)
+      .def_prop_ro("data", [](const recorder::Call& call) { return nb::bytes(call.data.data(), call.data.size()); });
+  module.def("record_start", &recorder::start, "Record the calls that change files from now on. For tests.");
+  module.def("record_count", &recorder::count, "Count the calls recorded so far: a position in the log.");
+  module.def("record_stop", &recorder::stop, "Stop, and return the log: a list of RecordedCall.");
+}
+
 }  // namespace
 
 void bind_file(nb::module_& module) {
+  bind_recorder(module);
   nb::class_<Descriptor>(module, "Descriptor", "Own one descriptor; a forked child finds it closed.")
       .def(nb::init<int>(), nb::arg("fd"))
       .def("fileno", &fileno_of, "Return the number. Raises ValueError once closed, detached, or in a forked child.")
@@ -176,6 +200,13 @@ void bind_file(nb::module_& module) {
       },
       nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), "Allocate a range (fallocate).");
   module.def("file_sync", [](int fd) { checked(released([&] { return file::sync(fd); })); }, nb::arg("fd"));
+  module.def(
+      "file_sync_directory",
+      [](nb::object path) {
+        const std::string name = path_bytes(path);
+        checked(released([&] { return file::sync_directory(name); }), path);
+      },
+      nb::arg("path"), "Make the names in a directory durable (fsync).");
   module.def("file_lock", &lock_file, nb::arg("fd"), "Take the file's flock; return False if another holds it.");
   module.def("file_unlock", [](int fd) { checked(released([&] { return file::unlock(fd); })); }, nb::arg("fd"));
   module.def(

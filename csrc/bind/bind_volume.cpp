@@ -312,18 +312,19 @@ void bind_volumes(nb::module_& module) {
       .def(
           "__init__",
           [](Volume* self, const PageShape& shape, const VolumeHeader& header, int metadata_fd, int pages_fd,
-             bool direct_io) {
+             bool direct_io, bool durable) {
             Descriptor metadata(metadata_fd);
             Descriptor pages(pages_fd);
             try {
-              new (self) Volume(shape, header, std::move(metadata), std::move(pages), direct_io);
+              new (self) Volume(shape, header, std::move(metadata), std::move(pages), direct_io,
+                                durable ? Durability::kPower : Durability::kProcess);
             } catch (const std::system_error& error) {
               raise_os_error(error.code().value());
             }
           },
           nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
-          nb::arg("direct_io") = false,
-          "Open the files of a complete volume. Takes ownership of both descriptors, also where it raises: OSError "
+          nb::arg("direct_io") = false, nb::arg("durable") = false,
+          "Open the files of a complete volume; durable: what is written survives power loss. Takes ownership of both descriptors, also where it raises: OSError "
           "where "
           "a system call failed, RuntimeError where the volume is damaged or another's.")
       .def_prop_ro(
@@ -355,13 +356,21 @@ void bind_volumes(nb::module_& module) {
             return self.prefault(stop.address());
           },
           nb::arg("stop"), "Touch every page of the mapping; CANCELLED where stop was set. Nothing to do on disk.")
+      .def("sync", &Volume::sync, nb::call_guard<nb::gil_scoped_release>(), "Make all that the files hold durable.")
+      .def_prop_ro("is_suspect", &Volume::is_suspect, "Whether a sync failed: it takes no page until opened anew.")
+      .def_prop_ro("syncs", &Volume::syncs, "Syncs so far.")
       .def("leave_mapping", &Volume::leave_mapping,
            "Use pread and pwrite from now on: for when the SIGBUS handler is no longer ours.");
   bind_pages(volume);
 
   nb::class_<VolumeSet, Medium> set(module, "VolumeSet",
                                     "All volumes of a tier as one medium: slot = number << 20 | slot.");
-  set.def(nb::init<bool>(), nb::arg("does_io"))
+  set.def(
+         "__init__",
+         [](VolumeSet* self, bool does_io, bool durable) {
+           new (self) VolumeSet(does_io, durable ? Durability::kPower : Durability::kProcess);
+         },
+         nb::arg("does_io"), nb::arg("durable") = false)
       .def("add", &VolumeSet::add, nb::arg("volume"), "Add a volume and return its number.")
       .def("remove", &VolumeSet::remove, nb::arg("number"),
            "Take a volume out; None where there is none. Requires that no slot of it is claimed, resident or pinned.")

@@ -119,6 +119,12 @@ class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page is in shared memory only, and lost with it. Needs a shared tier, and a large one: on a trace of conversations
     a quarter of the pages were written; hits fell from 36.0 to 31.4 % of what was asked for with shared memory for a
     tenth of the distinct pages, from 36.6 to 35.6 % with a quarter (benchmarks/results/selective.json).
+
+    durability: what a page survives once a save's transfer says that it is on disk (`transfer.landed(Tier.DISK)`).
+    "process": the end of the process, however it ends; a kernel crash or power loss takes what the kernel had not
+    written yet. "power": those too: the transfer is done only when bytes and record are on the medium, with two or
+    three syncs for all pages that wait at the time. Either way what comes back is verified before it is served. What
+    was evicted or forgotten shortly before a power loss may be found again.
     """
 
     capacity: Size
@@ -127,6 +133,7 @@ class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Size | None = None
     direct_io: bool = True
     write: Literal["through", "selective"] = "through"
+    durability: Literal["process", "power"] = "process"
 
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -194,6 +201,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.disk is not None and self.disk.write not in ("through", "selective"):
             raise StepwellUsageError(f"disk.write: {self.disk.write!r} is neither 'through' nor 'selective'")
+        if self.disk is not None and self.disk.durability not in ("process", "power"):
+            raise StepwellUsageError(f"disk.durability: {self.disk.durability!r} is neither 'process' nor 'power'")
         if self.disk is not None and self.disk.write == "selective" and self.shared is None:
             raise StepwellUsageError(
                 "disk.write: 'selective' keeps a page in shared memory until it is used a second time; give shared, "

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from stepwell import _core
 from stepwell.clock import ManualClock
 from stepwell.config import SharedTier, StoreConfig
 from stepwell.store import PageStore
 from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, chain
+from volume_kit import sealed
 
 
 def relabel(volume: Path, *, slots: int, page_bytes: int) -> None:
@@ -43,9 +43,8 @@ def relabel(volume: Path, *, slots: int, page_bytes: int) -> None:
     struct.pack_into("<I", header, 68, slots)
     struct.pack_into("<QQ", header, 80, page_bytes, slot_bytes)
     struct.pack_into("<QQQQQQ", header, 104, 4096, checksums, recency, ring, pages, size)
-    struct.pack_into("<I", header, 4092, _core.crc32c(bytes(header[:4092])))
     with volume.open("r+b") as file:
-        file.write(header)
+        file.write(sealed(bytes(header)))
         file.truncate(size)
 
 

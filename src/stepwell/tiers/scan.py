@@ -128,12 +128,15 @@ class OtherFormatError(ValueError):
 
 
 def is_other_format(data: bytes) -> bool:
-    """Tell whether a header is a whole one of another format version: magic right, its own checksum right."""
+    """Tell whether a header is a whole one of another format version: magic right, its own checksum right.
+
+    The checksum is as in FORMAT.md 2.1: the boot id counts as zeros.
+    """
     return (
         len(data) == HEADER_BYTES
         and data[:8] == b"STEPWELV"
         and int.from_bytes(data[8:12], "little") != FORMAT_VERSION
-        and int.from_bytes(data[-4:], "little") == _core.crc32c(data[:-4])
+        and int.from_bytes(data[-4:], "little") == _core.crc32c(data[:160] + bytes(16) + data[176:-4])
     )
 
 

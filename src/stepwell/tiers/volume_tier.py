@@ -8,6 +8,7 @@ Slot numbers are volume number << 20 | slot, so that a volume is one range of sl
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from contextlib import ExitStack
@@ -91,7 +92,8 @@ class VolumeTier:
         self._epoch = epoch
         self._clock = clock
         self._recency_seconds = recency_seconds
-        self._set = _core.VolumeSet(tier is Tier.DISK)
+        self._is_durable = isinstance(config, DiskTier) and config.durability == "power"
+        self._set = _core.VolumeSet(tier is Tier.DISK, durable=self._is_durable)
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
         self._full_at: float | None = None  # there was no room for another volume then; None: there may be
@@ -148,6 +150,8 @@ class VolumeTier:
         self._say_where_it_lies()
         pages = freed = 0
         try:
+            if self._is_durable:
+                self._sync_name()
             # The floor first, and what is above it after a second look: of several that start at once each has
             # come by then, and gets its own.
             adopted = 0
@@ -214,6 +218,7 @@ class VolumeTier:
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._look_at_neighbours(index)
+            self._leave_suspect(index)
         self._stamp_recency(index)
         free = index.claimable(self._tier)
         if free >= low_pages and self._directory.lacking_bytes == 0:
@@ -345,7 +350,10 @@ class VolumeTier:
                 held.metadata.detach(),
                 held.pages.detach() if held.pages is not None else -1,
                 held.direct_io,
+                durable=self._is_durable,
             )
+            if self._is_durable:
+                self._make_durable(volume)
         except OSError as error:  # the machine's fault, not the volume's: it stays, warm
             self._directory.give_back(held)
             raise self._io_error(held, error) from error
@@ -374,6 +382,20 @@ class VolumeTier:
         self._members[number] = member
         self._after_attach(member)
         return found
+
+    def _make_durable(self, volume: _core.Volume) -> None:
+        """Sync a volume and its name before its pages count: the dead may have left them to the kernel alone."""
+        if volume.sync() is not _core.Status.ok:
+            raise OSError(errno.EIO, "a sync failed")
+        _core.file_sync_directory(self._directory.path)
+
+    def _sync_name(self) -> None:
+        """Make the tier directory's own name durable, whoever made it."""
+        parent = os.path.dirname(self._directory.path)
+        try:
+            _core.file_sync_directory(parent)
+        except OSError as error:
+            raise TierIOError(error.errno, f"disk tier: cannot sync {parent}: {error.strerror}", parent) from error
 
     def _io_error(self, held: HeldVolume, error: OSError) -> TierIOError:
         what = f"{self._tier.name.lower()} tier: volume {held.volume_id} cannot be opened: {error.strerror or error}"
@@ -421,6 +443,20 @@ class VolumeTier:
                 )
                 member.is_leaving, member.leaving_since = True, self._clock.monotonic()
                 member.is_lost = True  # what pins keep in it is another's to overwrite
+                index.close_slots(self._tier, member.base)
+        self._finish_leaving(index)
+
+    def _leave_suspect(self, index: Index) -> None:
+        """Take volumes out of service that a sync failed on; adopted anew, they are synced before anything else."""
+        for member in self._members.values():
+            if member.volume.is_suspect and (member.is_wanted or not member.is_leaving):
+                _LOG.warning(
+                    "%s tier: a sync of volume %s failed; what was not acknowledged is dropped, and the volume is "
+                    "opened anew before it takes pages again. Look at the disk",
+                    self._tier.name.lower(),
+                    member.held.volume_id,
+                )
+                member.is_leaving, member.is_wanted, member.leaving_since = True, False, self._clock.monotonic()
                 index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
 
