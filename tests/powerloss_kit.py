@@ -27,7 +27,7 @@ from stepwell.clock import ManualClock
 from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Residency, Tier
-from stepwell.testing.powerloss import Call, Disk, Loss, Recording, record
+from stepwell.testing.powerloss import Call, Disk, Kind, Loss, Recording, record
 from store_kit import GEOMETRY, PAGE_TOKENS, Rig, chain, stamps_of
 
 CHAINS = 12
@@ -160,6 +160,43 @@ def work(base: Path, seed: int, steps: int, *, shared: str | None = None, **how:
     return recording.calls[:end], truth
 
 
+def syncs_of(calls: Sequence[Call]) -> dict[str, list[int]]:
+    """Say what each sync is for: positions in the log by purpose.
+
+    taken bytes, taken records, name: of a volume that comes into use. free: of slots that were freed, before they are
+    written again. bytes, records: of pages that were written. directory: the tier directory's own name.
+    """
+    names: dict[tuple[int, int], str] = {}
+    found: dict[str, list[int]] = {}
+    last: dict[str, tuple[str, int]] = {}  # of a volume: the kind and the position of its last sync
+    for position, call in enumerate(calls):
+        if call.kind is Kind.CREATE:
+            names[call.file] = call.path
+        elif call.kind is Kind.SYNC_DIRECTORY and not call.path.endswith("/disk"):
+            found.setdefault("directory", []).append(position)
+        elif call.kind is Kind.SYNC_DIRECTORY:
+            records = max(at for kind, at in last.values() if kind == "meta")
+            [volume] = [volume for volume, (_, at) in last.items() if at == records]
+            found.setdefault("name", []).append(position)
+            bytes_ = max(at for at in found["bytes"] if at < records and _volume(names[calls[at].file]) == volume)
+            for purpose, at in (("bytes", bytes_), ("records", records)):
+                found[purpose].remove(at)
+                found.setdefault(f"taken {purpose}", []).append(at)
+        elif call.kind is Kind.SYNC:
+            volume, suffix = _volume(names[call.file]), names[call.file].rpartition(".")[2]
+            if suffix == "pages":
+                purpose = "bytes"
+            else:
+                purpose = "records" if last.get(volume, ("", 0))[0] == "pages" else "free"
+            found.setdefault(purpose, []).append(position)
+            last[volume] = suffix, position
+    return found
+
+
+def _volume(path: str) -> str:
+    return path.rpartition("/")[2][2:34]
+
+
 @dataclass
 class Figures:
     """What a replay came to. wrong, phantom, lost: by state, for a message; empty where all holds."""
@@ -213,7 +250,7 @@ def replay(
             disk.apply(calls[position - 1])
         due = states * (position + 1) // (len(calls) + 1)
         for each in range(due - done):
-            loss = losses[each % len(losses) if due - done > 1 else chance.randrange(len(losses))]
+            loss = losses[each % len(losses)] if states > len(calls) else chance.choice(losses)
             scratch.mkdir(mode=0o700)
             try:
                 disk.crash(chance, loss).write(scratch)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -77,22 +77,6 @@ def record() -> Iterator[Recording]:
             Call(Kind(call.kind), call.file, call.path, call.target, call.offset, call.data)
             for call in _core.record_stop()
         ]
-
-
-def without(calls: Iterable[Call], kind: Kind, *, suffix: str = "") -> list[Call]:
-    """Return the calls of a program that leaves out its syncs: the control that the replay would see it.
-
-    kind: SYNC or SYNC_DIRECTORY. suffix: how the file was first named, or the directory is; "": any.
-    """
-    names: dict[tuple[int, int], str] = {}
-    left = []
-    for call in calls:
-        if call.kind is Kind.CREATE:
-            names[call.file] = call.path
-        path = call.path if call.kind is Kind.SYNC_DIRECTORY else names.get(call.file, "")
-        if call.kind is not kind or not path.endswith(suffix):
-            left.append(call)
-    return left
 
 
 class Loss(Enum):
