@@ -277,8 +277,7 @@ int reserve(int fd, uint64_t offset, uint64_t bytes) noexcept {
   const recorder::Step step;
   struct ::stat before = {};
   if (step) ::fstat(fd, &before);
-  const int result =
-      retried([&] { return ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)); });
+  const int result = retried([&] { return ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)); });
   if (step && result == 0 && offset + bytes > static_cast<uint64_t>(before.st_size))
     recorder::note(Kind::kResize, fd, "", "", offset + bytes, nullptr, 0);
   return result;

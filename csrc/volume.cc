@@ -604,8 +604,8 @@ Status Volume::write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept {
   std::array<std::byte, kHeaderBytes> bytes;
   changed.encode(bytes.data());
   // Within one sector, and no part of the checksum: whatever a kill or a power loss leaves of it, the header holds.
-  const Status status =
-      from_errno(file::pwrite_all(metadata_.get(), bytes.data() + kBootIdOffset, changed.boot_id.size(), kBootIdOffset));
+  const Status status = from_errno(
+      file::pwrite_all(metadata_.get(), bytes.data() + kBootIdOffset, changed.boot_id.size(), kBootIdOffset));
   if (status == Status::kOk) header_ = changed;
   return status;
 }

@@ -29,7 +29,7 @@ from doctor_kit import (
 from stepwell.config import parse_size
 from stepwell.doctor import directories as directory_checks
 from stepwell.doctor import machine
-from stepwell.doctor.directories import Mount, probe_direct_io
+from stepwell.doctor.directories import Mount, probe_direct_io, probe_sync
 from stepwell.doctor.machine import check_logout
 from stepwell.effective import show_size
 
@@ -740,6 +740,29 @@ def test_a_file_system_without_direct_io_is_warned_of(tmp_path: Path) -> None:
         code, with_round = run_doctor("--disk", f"{point}/d", "--set", "disk.capacity=16MiB")
         assert with_round["disk round"].verdict == "ok", with_round["disk round"]
         assert code == 0
+
+
+# Durability power
+
+
+def test_a_sync_is_timed_where_saves_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [f"disk.path={tmp_path}/d", "disk.capacity=64MiB"]
+    assert "disk durability" not in look(asked)
+    asked.append("disk.durability=power")
+    monkeypatch.setattr(directory_checks, "probe_sync", lambda directory: 0.0015)
+    found = look(asked)["disk durability"]
+    assert (found.verdict, "a sync took 1.500 ms" in found.found) == ("ok", True)
+    monkeypatch.setattr(directory_checks, "probe_sync", lambda directory: 1e-6)
+    found = look(asked)["disk durability"]
+    assert (found.verdict, "ignores syncs" in found.why) == ("warn", True)
+    other = re.search(r"--set (disk\.durability=process)", found.remedy)
+    assert other is not None
+    assert "disk durability" not in look([*asked, other[1]])
+
+
+def test_the_probe_of_syncs_leaves_nothing(tmp_path: Path) -> None:
+    assert probe_sync(str(tmp_path)) > 0
+    assert os.listdir(tmp_path) == []
 
 
 # The mount table

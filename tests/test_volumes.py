@@ -340,6 +340,17 @@ def test_without_fallocate_zeros_are_written(world: World) -> None:
         assert path.stat().st_blocks * 512 >= path.stat().st_size
 
 
+def test_a_full_disk_without_fallocate_is_told_at_birth_and_leaves_nothing(world: World) -> None:
+    """Zeros may be taken without blocks for them (delayed allocation): asked for with a sync."""
+    directory = world.open()
+    before = directory.scan()
+    refused = pytest.raises(BudgetError, match="the file system refuses \\(No space left on device\\)")
+    no_blocks = inject("file.sync", "errno", nth=1, value=errno.ENOSPC)
+    with inject("file.reserve", "errno", value=errno.EOPNOTSUPP), no_blocks, refused:
+        directory.grow()
+    assert directory.scan() == before
+
+
 def test_a_birth_that_fails_between_its_two_names_leaves_none(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     with make_directory(str(path), "disk") as directory:

@@ -140,8 +140,8 @@ void bind_recorder(nb::module_& module) {
       .def_prop_ro("file", [](const recorder::Call& call) { return std::pair(call.device, call.inode); })
       .def_prop_ro("path",
                    [](const recorder::Call& call) {
-                     return nb::steal<nb::str>(PyUnicode_DecodeFSDefaultAndSize(
-                         call.path.data(), static_cast<Py_ssize_t>(call.path.size())));
+                     return nb::steal<nb::str>(
+                         PyUnicode_DecodeFSDefaultAndSize(call.path.data(), static_cast<Py_ssize_t>(call.path.size())));
                    })
       .def_prop_ro("target",
                    [](const recorder::Call& call) {

@@ -324,7 +324,8 @@ void bind_volumes(nb::module_& module) {
           },
           nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
           nb::arg("direct_io") = false, nb::arg("durable") = false,
-          "Open the files of a complete volume; durable: what is written survives power loss. Takes ownership of both descriptors, also where it raises: OSError "
+          "Open the files of a complete volume; durable: what is written survives power loss. Takes ownership of both "
+          "descriptors, also where it raises: OSError "
           "where "
           "a system call failed, RuntimeError where the volume is damaged or another's.")
       .def_prop_ro(

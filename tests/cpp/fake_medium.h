@@ -63,7 +63,7 @@ struct FailNth {
 
 class FakeMedium final : public Medium {
  public:
-  enum class State : uint8_t { kFree, kWriting, kHolds };
+  enum class State : uint8_t { kFree, kWriting, kWritten, kHolds };
 
   FakeMedium(const PageShape& shape, uint32_t slots, bool does_io)
       : shape_(shape),
@@ -75,8 +75,10 @@ class FakeMedium final : public Medium {
     for (auto& state : states_) state = State::kFree;
   }
 
-  Stall before_read, before_finish;
-  FailNth read_fails, begin_fails, finish_fails;
+  Stall before_read, before_finish, before_settle;
+  FailNth read_fails, begin_fails, finish_fails, settle_fails;
+  std::atomic<bool> is_settling{false};      // settles() as a volume of durability `power`
+  std::atomic<int> settled{0};               // calls of settle()
   std::atomic<int> yields{0};                // a slow medium: lets others run so many times before each call
   std::atomic<bool> through_scratch{false};  // reads into scratch, as a mapping does whose guard is not ours
   std::atomic<int> reads{0}, retires{0};
@@ -119,8 +121,22 @@ class FakeMedium final : public Medium {
     if (target.bytes != bytes(slot)) std::memcpy(bytes(slot), target.bytes, shape_.page_bytes());
     std::memcpy(&checksums_[size_t{slot} * shape_.layers()], checksums, 4 * size_t{shape_.layers()});
     labels_[slot] = label;
-    states_[slot] = State::kHolds;
+    states_[slot] = is_settling ? State::kWritten : State::kHolds;
     return Status::kOk;
+  }
+
+  bool settles() const noexcept override { return is_settling; }
+  void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept override {
+    if (inside_.exchange(true)) note("two calls of settle at a time");
+    ++settled;
+    slow();
+    before_settle.pass();
+    for (size_t i = 0; i < count; ++i) {
+      if (states_[slots[i]] != State::kWritten) note("settle without finish_write");
+      statuses[i] = settle_fails.pass();
+      if (statuses[i] == Status::kOk) states_[slots[i]] = State::kHolds;
+    }
+    inside_ = false;
   }
 
   Status retire(uint32_t slot) noexcept override {
@@ -155,6 +171,7 @@ class FakeMedium final : public Medium {
     violations_ += std::string(what) + "; ";
   }
 
+  std::atomic<bool> inside_{false};
   PageShape shape_;
   bool does_io_;
   std::vector<std::atomic<State>> states_;

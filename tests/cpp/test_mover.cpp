@@ -302,6 +302,92 @@ TEST_CASE("a disk failure after the shared commit shows shared landed and the fa
   world.check_settled();
 }
 
+TEST_CASE("pages of a medium that settles are committed after one call of it for all units of a stage") {
+  World world;
+  world.disk.is_settling = true;
+  bool has_shared = false;
+  SUBCASE("from the pool") {}
+  SUBCASE("from shared memory") { has_shared = true; }
+  const TierMask sinks = has_shared ? tiers({kShared, kDisk}) : tiers({kDisk});
+  std::vector<Saved> saved;
+  const auto transfer = world.submit(world.save_spec(1, 12, sinks, &saved));
+  while (world.mover->step(0)) {
+  }
+  int units = 0;
+  while (world.mover->step(1)) {
+    ++units;
+    if (transfer->done()) break;
+    CHECK(world.residency(1, kDisk) == Residency::kArriving);
+  }
+  CHECK(units > 1);
+  CHECK(world.disk.settled == 1);
+  CHECK(transfer->done());
+  CHECK(World::all(transfer, Status::kOk));
+  for (uint32_t id = 1; id <= 12; ++id) CHECK(world.residency(id, kDisk) == Residency::kResident);
+  world.check_settled();
+}
+
+TEST_CASE("a page that does not settle is aborted, freed and told, alone") {
+  World world;
+  world.disk.is_settling = true;
+  std::vector<Saved> saved;
+  const auto transfer = world.submit(world.save_spec(1, 3, tiers({kShared, kDisk}), &saved));
+  world.disk.settle_fails.arm(2, Status::kIOError);
+  world.finish(transfer);
+  const auto statuses = transfer->page_status();
+  CHECK(std::count(statuses.begin(), statuses.end(), Status::kIOError) == 1);
+  CHECK(world.disk.holding() == 2);
+  CHECK(world.disk.retires == 1);
+  CHECK(world.shared.holding() == 3);
+  CHECK(world.mover->stats().io_errors == 1);
+  world.check_settled();
+}
+
+TEST_CASE("transfers that end while another is settled are settled together, and their pools are free before") {
+  World world(World::threaded());
+  world.disk.is_settling = true;
+  world.disk.before_settle.hold();
+  const auto first = world.submit(world.save_spec(1, 2, tiers({kDisk}), nullptr, 0));
+  REQUIRE(world.disk.before_settle.wait_standing());
+  std::vector<std::shared_ptr<Transfer>> rest;
+  for (uint32_t i = 1; i < 6; ++i) {
+    rest.push_back(world.submit(world.save_spec(1 + 2 * i, 2, tiers({kDisk}), nullptr, 2 * i)));
+    while (!rest.back()->source_released()) std::this_thread::yield();
+    CHECK(!rest.back()->done());
+  }
+  world.disk.before_settle.release();
+  world.finish(first);
+  for (const auto& transfer : rest) CHECK(World::all(world.finish(transfer), Status::kOk));
+  CHECK(world.disk.settled == 2);
+  world.check_settled();
+}
+
+TEST_CASE("what is cancelled before it is settled is aborted") {
+  World world(World::threaded());
+  world.disk.is_settling = true;
+  world.disk.before_settle.hold();
+  const auto first = world.submit(world.save_spec(1, 2, tiers({kDisk}), nullptr, 0));
+  REQUIRE(world.disk.before_settle.wait_standing());
+  const auto second = world.submit(world.save_spec(3, 2, tiers({kDisk}), nullptr, 2));
+  while (!second->source_released()) std::this_thread::yield();
+  second->cancel();
+  world.disk.before_settle.release();
+  CHECK(World::all(world.finish(first), Status::kOk));
+  CHECK(World::all(world.finish(second), Status::kCancelled));
+  CHECK(world.disk.holding() == 2);
+  world.check_settled();
+}
+
+TEST_CASE("an exception between settling and commit decides every page and poisons") {
+  World world;
+  world.disk.is_settling = true;
+  const auto transfer = world.submit(world.save_spec(1, 3, tiers({kDisk}), nullptr));
+  fault::arm("mover.after_commit", fault::Action::kErrno, 1, EIO);
+  world.finish(transfer);
+  CHECK(world.mover->poisoned());
+  world.check_settled();
+}
+
 TEST_CASE("the second stage of a save verifies what it reads and quarantines it where it is wrong") {
   World world;
   std::vector<Saved> saved;
@@ -1163,6 +1249,8 @@ TEST_CASE("eight threads of small transfers: every claim is decided once, every 
   constexpr int kThreads = 8;
   constexpr uint32_t kRounds = 125;
   World world({.copy_threads = 2, .io_threads = 2, .queue_units = 16, .unit_bytes = 1024});
+  SUBCASE("published page by page") {}
+  SUBCASE("settled on disk") { world.disk.is_settling = true; }
   world.host.yields = world.shared.yields = world.disk.yields = 1;
   std::atomic<uint64_t> claimed{0}, submitted{0}, refused{0};
   std::vector<std::jthread> threads;

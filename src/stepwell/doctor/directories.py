@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,9 @@ from stepwell.tiers.entry import directory_offence
 from stepwell.tiers.limits import DiskLimits, Limits, MemoryLimits, unescape
 
 IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
+_SYNCS: Final = 9
+_NO_SYNC_SECONDS: Final = 5e-6
+"""No request to a device comes back so soon: a file system that ignores syncs (a tmpfs, overlayfs with `volatile`)."""
 PLACES_ON_DISK: Final = ("/var/cache", "/var/tmp", "/var/lib")
 
 
@@ -85,6 +90,8 @@ def check_directory(settings: Settings, tier: str, root: Path) -> Iterator[Findi
         yield from _check_room(settings, tier, given, path, mount, root)
         if isinstance(given, DiskTier):
             yield _check_direct_io(settings, given, path)
+            if given.durability == "power":
+                yield _check_sync(path)
         elif (finding := check_logout(path, root)) is not None:
             yield finding
     except OSError as error:
@@ -376,3 +383,43 @@ def _check_direct_io(settings: Settings, given: DiskTier, path: str) -> Finding:
     padded = -(-page // max(probe.alignment, 512)) * max(probe.alignment, 512)
     lost = f", pages of {page} bytes take {padded}" if padded > page else ""
     return ok("disk direct I/O", f"{where}, one block written and read back{lost}")
+
+
+# ---- durability power ------------------------------------------------------------------------------------------------
+
+
+def probe_sync(directory: str) -> float:
+    """Write a block and sync it a few times; return the median of the seconds that a sync took.
+
+    Raises:
+        OSError: a file cannot be made, written or synced there.
+    """
+    name = f"{directory}/sync"
+    fd = _core.file_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        took = []
+        for number in range(_SYNCS):
+            _core.file_pwrite(fd, bytes([number]) * 4096, 0)
+            began = time.perf_counter()
+            _core.file_sync(fd)
+            took.append(time.perf_counter() - began)
+        _core.file_sync_directory(directory)
+    finally:
+        _core.file_close(fd)
+        _core.file_unlink(name)
+    return statistics.median(took)
+
+
+def _check_sync(path: str) -> Finding:
+    with scratch_beside(path) as scratch:
+        took = probe_sync(scratch)
+    found = f"{parent_of(path)}: power; a sync took {took * 1000:.3f} ms, a save waits for two or three"
+    if took < _NO_SYNC_SECONDS:
+        return warn(
+            "disk durability",
+            found,
+            why="that is too soon for any device: this file system ignores syncs (overlayfs with `volatile` does), and "
+            "a power loss takes pages that were acknowledged",
+            remedy="--set disk.path=DIR  # on a file system that syncs; or --set disk.durability=process",
+        )
+    return ok("disk durability", found)

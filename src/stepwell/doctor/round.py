@@ -175,6 +175,7 @@ def _spec(settings: Settings, page_bytes: int, scratch: Mapping[str, str]) -> Sp
         disk=scratch.get("disk"),
         volume_bytes=_volume_bytes(page_bytes),
         direct_io=config.disk is None or config.disk.direct_io,
+        durability="process" if config.disk is None else config.disk.durability,
         copy_threads=config.copy_threads,
         io_threads=config.io_threads,
     )

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -42,6 +42,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     disk: str | None = None
     volume_bytes: int = 0
     direct_io: bool = True
+    durability: Literal["process", "power"] = "process"
     copy_threads: int = 1
     io_threads: int = 1
 
@@ -72,7 +73,11 @@ def config_of(spec: Spec, *, host: bool = False) -> StoreConfig:
         ),
         host=(spec.pages + SPARE_PAGES) * (-(-spec.page_bytes // 4096) * 4096) if host else None,
         shared=SharedTier(size, spec.shared, volume_bytes=size) if spec.shared else None,
-        disk=DiskTier(size, spec.disk, volume_bytes=size, direct_io=spec.direct_io) if spec.disk else None,
+        disk=DiskTier(
+            size, spec.disk, volume_bytes=size, direct_io=spec.direct_io, durability=spec.durability
+        )
+        if spec.disk
+        else None,
         copy_threads=spec.copy_threads,
         io_threads=spec.io_threads,
     )

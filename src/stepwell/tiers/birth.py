@@ -11,6 +11,7 @@ scan removes them.
 from __future__ import annotations
 
 import errno
+import logging
 from dataclasses import dataclass, field
 
 from stepwell import _core
@@ -21,6 +22,7 @@ from stepwell.tiers.limits import Limits
 from stepwell.tiers.locks import create_locked
 from stepwell.tiers.volume_files import create_file, remove_until_failure, write_all
 
+_LOG = logging.getLogger("stepwell")
 STEP_BYTES = 64 << 20  # of a reservation, between two looks at the limits
 _ZEROS = bytes(1 << 20)
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -119,6 +121,7 @@ class Midwife:
         return (("pages", header.pages_bytes), ("meta", header.metadata_bytes))
 
     def _reserve(self, fd: int, path: str, nbytes: int) -> None:
+        is_zeroed = False
         for offset in range(0, nbytes, STEP_BYTES):
             step = min(STEP_BYTES, nbytes - offset)
             free = self.limits.available(self.directory)
@@ -129,7 +132,11 @@ class Midwife:
                     f" lower {self.config.medium}.capacity (now {show_bytes(self.config.capacity_bytes)})"
                 )
             try:
-                _allocate(fd, offset, step)
+                is_zeroed |= not _allocate(fd, offset, step)
+                if is_zeroed and offset + step == nbytes:
+                    # What was written may have no blocks yet: a full file system says so here, not under pages.
+                    _core.file_sync(fd)
+                    _LOG.warning("%s: the file system has no fallocate; space was taken by writing zeros", path)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
@@ -139,8 +146,12 @@ class Midwife:
                 ) from error
 
 
-def _allocate(fd: int, offset: int, nbytes: int) -> None:
-    """Give a range of a file its blocks; by writing zeros where there is no fallocate."""
+def _allocate(fd: int, offset: int, nbytes: int) -> bool:
+    """Give a range of a file its blocks; by writing zeros where there is no fallocate.
+
+    Returns:
+        Whether there is: where zeros were written, blocks may still be lacking.
+    """
     try:
         _core.file_reserve(fd, offset, nbytes)
     except OSError as error:
@@ -148,3 +159,5 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
             raise
         for start in range(offset, offset + nbytes, len(_ZEROS)):
             write_all(fd, _ZEROS[: offset + nbytes - start], start)
+        return False
+    return True
