@@ -62,6 +62,10 @@ def run_all() -> None:
             f"tiers_{page_kib}k",
             run(str(HERE / "bench_tiers.py"), "--page-kib", str(page_kib), "--pages", str(pages), "--rounds", "7"),
         )
+        keep(
+            f"durability_{page_kib}k",
+            run(str(HERE / "bench_durability.py"), "--page-kib", str(page_kib), "--pages", str(pages), "--rounds", "7"),
+        )
 
 
 def show() -> str:
@@ -91,6 +95,13 @@ def show() -> str:
         kept = json.loads((RESULTS / f"{name}.json").read_text())
         cells = [f"{kept['gb_per_s'][c]} ({kept['of_limit'][c]})" for c in TIER_COLUMNS]
         lines.append(f"| {kept['page_kib']} KiB | " + " | ".join(cells) + " |")
+    columns = ("raw", "process", "raw + sync", "power")
+    lines += ["", "| pages | " + " | ".join(columns) + " | syncs a save |", "|---|" + "---|" * (len(columns) + 1)]
+    for name in ("durability_2048k", "durability_64k"):
+        kept = json.loads((RESULTS / f"{name}.json").read_text())
+        of_raw = {"raw": 1.0} | kept["of_raw"]
+        cells = [f"{kept['gb_per_s'][c]}" + (f" ({of_raw[c]})" if c in of_raw else "") for c in columns]
+        lines.append(f"| {kept['page_kib']} KiB | " + " | ".join(cells) + f" | {kept['syncs']['one save']} |")
     return "\n".join(lines)
 
 

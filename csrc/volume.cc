@@ -395,6 +395,8 @@ Status Volume::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {
   uint64_t odd = 0;
   if (Status status = make_odd(slot, &odd); status != Status::kOk) return status;
   full_fence();
+  // A damaged page that came back would be taken for the right one that was saved since elsewhere.
+  if (Status status = ensure_free_is_durable(slot); status != Status::kOk) return status;
   for (const uint64_t pattern : {0xa5a5a5a5a5a5a5a5ull, 0x5a5a5a5a5a5a5a5aull}) {
     if (Status status = check_pattern(slot, pattern, scratch); status != Status::kOk) return status;
   }

@@ -217,6 +217,23 @@ def _failures(disk: Disk, truth: Truth, wreck: Path) -> list[str]:
     return figures.failures
 
 
+def test_a_damaged_page_stays_gone_once_its_slot_is_mended(tmp_path: Path) -> None:
+    with record() as recording:
+        rig = Rig(config_of(str(tmp_path / "disk"), durability="power"), clock=ManualClock())
+        rig.save(chain(1, 2))
+        [member] = rig.store._tiers[Tier.DISK].members  # type: ignore[attr-defined]
+        assert member.volume.rewrite_and_check(0) == _core.Status.ok
+        end, at = recording.position, member.volume.header.records_offset
+        name = f"disk/v-{member.held.volume_id}.meta"
+        del member
+        rig.close()
+    disk = Disk(tmp_path)
+    for call in recording.calls[:end]:
+        disk.apply(call)
+    generation = disk.crash(CHANCE, Loss.ALL).files[name][at : at + 8]
+    assert int.from_bytes(generation, "little") % 2 == 1
+
+
 def test_the_boot_id_is_rewritten_within_one_sector_that_no_checksum_covers(tmp_path: Path, open_rig: Any) -> None:
     rig = open_rig(shared=0)
     rig.save(chain(1, 2))
