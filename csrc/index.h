@@ -242,13 +242,19 @@ class Index {
                                uint32_t slot, PageId* published_page);
 
   // ---- recovery, export, statistics --------------------------------------------------------------------------
-  // Pages of an adopted volume: RESIDENT, outside the tree until a query grafts them; ranked by stamp, below all that
-  // is resident. Labels are not trusted: what contradicts itself stays unlinked. accepted[i] = 0: the key is resident
+  // Pages of an adopted volume: RESIDENT, outside the tree until a query grafts them; ranked by their stamps (rank.h)
+  // among all that is resident: one from the future as if used now. Labels are not trusted: what contradicts itself stays unlinked. accepted[i] = 0: the key is resident
   // already in this tier or the slot is not free (the caller retires the record).
   void recover(Tier tier, const uint32_t* slots, const Label* labels, const uint64_t* stamps, size_t count,
                uint8_t* accepted);
   // Slots of RESIDENT pages, first to leave first, those that a hold keeps at the end.
   void rank_order(Tier tier, std::vector<uint32_t>* slots) const;
+  // Slots of shared or disk pages whose stamp has changed since it was last taken, and the stamps: at most `most`. Few or
+  // none does not mean that it was all: has_stamps(). What a call takes is the caller's to write.
+  void take_stamps(Tier tier, size_t most, std::vector<uint32_t>* slots, std::vector<uint64_t>* stamps);
+  bool has_stamps(Tier tier) const;
+  // From now on the wall clock stands at `ns`; 0: it runs. For tests.
+  void stand_clock_at(uint64_t ns);
   std::array<Residency, kTiers> state(const Key& key, uint8_t kind) const;
   // Longest run of keys[i] RESIDENT in `usable` without a pin; tiers[i] = fastest tier or 0xff.
   uint32_t probe(const Key* keys, uint32_t count, uint8_t kind, TierMask usable, uint8_t* tiers) const;

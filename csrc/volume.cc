@@ -22,7 +22,7 @@ namespace {
 constexpr size_t kChunkBytes = 1u << 20;      // of records or stamps read at once
 constexpr uint64_t kPrefaultStep = 2u << 20;  // 512 first touches of about 4 us: 2 ms between looks at the stop flag
 constexpr uint64_t kSmallestPage = 4096;
-constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // beyond it a stamp is damage: stamps must have room to grow
+constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // beyond it (year 2116) a stamp is damage
 constexpr size_t kGenerationBytes = sizeof(uint64_t);
 
 #ifndef MADV_POPULATE_WRITE
@@ -449,18 +449,17 @@ Status Volume::check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) 
 
 // --- adoption
 
-Status Volume::recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept {
+Status Volume::recover(uint64_t epoch, std::vector<RecoveredPage>* pages, RecoveryCounts* counts) noexcept {
   pages->clear();
-  *damaged = 0;
-  uint64_t freed = 0;
+  *counts = {};
   try {
     std::vector<uint64_t> stamps;
     Status status = scan_recency(&stamps);
-    if (status == Status::kOk) status = scan_records(epoch, stamps, pages, damaged, &freed);
-    if (status == Status::kOk) status = drop_duplicates(pages, &freed);
+    if (status == Status::kOk) status = scan_records(epoch, stamps, pages, counts);
+    if (status == Status::kOk) status = drop_duplicates(pages, counts);
     if (status != Status::kOk) pages->clear();
     // One jump of the counter in place of an entry for each: whoever follows the ring reads all records.
-    if (status == Status::kOk && freed > 0) status = skip_ring();
+    if (status == Status::kOk && counts->freed() > 0) status = skip_ring();
     return status;
   } catch (const std::bad_alloc&) {
     pages->clear();
@@ -499,16 +498,14 @@ Status Volume::scan_recency(std::vector<uint64_t>* stamps) {
     copy_fence();
     for (uint32_t i = 0; i < count; ++i) {
       const uint64_t stamp = first_word(chunk.data() + size_t{kRecencyBytes} * i);
-      if (stamp >= kStampLimit) continue;
-      (*stamps)[first + i] = stamp;
-      next_stamp_ = std::max(next_stamp_, stamp + 1);
+      if (stamp < kStampLimit) (*stamps)[first + i] = stamp;
     }
   }
   return Status::kOk;
 }
 
 Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
-                            uint64_t* damaged, uint64_t* freed) {
+                            RecoveryCounts* counts) {
   std::vector<std::byte> chunk(kChunkBytes / kRecordBytes * kRecordBytes);
   const auto slots_a_chunk = static_cast<uint32_t>(chunk.size() / kRecordBytes);
   for (uint32_t first = 0; first < header_.slots; first += slots_a_chunk) {
@@ -521,7 +518,7 @@ Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps,
       const std::byte* bytes = chunk.data() + size_t{kRecordBytes} * i;
       const uint64_t generation = first_word(bytes);
       if (generation == 0 || generation % 2 == 1) {
-        if (generation >= kGenerationLimit - 1) ++*damaged;  // at its limit: never used again
+        if (generation >= kGenerationLimit - 1) ++counts->worn;  // at its limit: never used again
         continue;
       }
       SlotRecord record;
@@ -530,8 +527,7 @@ Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps,
         pages->push_back({slot, record.label, generation, stamps[slot]});
         continue;
       }
-      if (!right) ++*damaged;
-      ++*freed;
+      ++(right ? counts->other_epoch : counts->damaged);
       if (status = store_generation(slot, generation + 1); status != Status::kOk) return status;
     }
   }
@@ -539,7 +535,7 @@ Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps,
 }
 
 // Sorted, not hashed: keys were chosen by whoever wrote the volume.
-Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, uint64_t* freed) {
+Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, RecoveryCounts* counts) {
   std::vector<uint32_t> order(pages->size());
   std::iota(order.begin(), order.end(), 0u);
   const auto key_order = [](const Key& a, const Key& b) {
@@ -559,7 +555,7 @@ Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, uint64_t* free
     if (!(page.label.key == (*pages)[order[i - 1]].label.key)) continue;
     if (Status status = store_generation(page.slot, page.generation + 1); status != Status::kOk) return status;
     loses[order[i]] = true;
-    ++*freed;
+    ++counts->duplicate;
   }
   size_t kept = 0;
   for (size_t i = 0; i < pages->size(); ++i) {
@@ -569,32 +565,38 @@ Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, uint64_t* free
   return Status::kOk;
 }
 
-Status Volume::write_recency(const uint32_t* slots, size_t count) noexcept {
-  if (count == 0) return Status::kOk;
+Status Volume::write_recency(const uint32_t* slots, const uint64_t* stamps, size_t count) noexcept {
   for (size_t i = 0; i < count; ++i) {
     if (slots[i] >= header_.slots) return Status::kInvalid;
   }
-  const uint64_t first_stamp = next_stamp_;
-  next_stamp_ += count;
+  const auto offset_of = [&](uint32_t slot) { return header_.recency_offset + uint64_t{kRecencyBytes} * slot; };
   if (by_mapping()) {
+    look_at_handler();
     for (size_t i = 0; i < count; ++i) {
-      const Status status = store_word(header_.recency_offset + uint64_t{kRecencyBytes} * slots[i], first_stamp + i);
+      const Status status = store_word(offset_of(slots[i]), stamps[i]);
       if (status != Status::kOk) return status;
     }
     return Status::kOk;
   }
-  // One read and one write of all that lies between, in place of a call for each slot.
-  const auto [least, most] = std::minmax_element(slots, slots + count);
-  const uint64_t offset = header_.recency_offset + uint64_t{kRecencyBytes} * *least;
-  const size_t bytes = size_t{kRecencyBytes} * (*most - *least + 1);
+  // One read and one write of what lies together, in place of a call for each slot.
+  constexpr uint32_t kFarApart = 4096 / kRecencyBytes;
   try {
-    std::vector<std::byte> entries(bytes);
-    if (Status status = read_metadata(offset, entries.data(), bytes); status != Status::kOk) return status;
-    for (size_t i = 0; i < count; ++i) {
-      const uint64_t stamp = first_stamp + i;
-      std::memcpy(entries.data() + size_t{kRecencyBytes} * (slots[i] - *least), &stamp, sizeof(stamp));
+    std::vector<size_t> order(count);
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return slots[a] < slots[b]; });
+    std::vector<std::byte> entries;
+    for (size_t first = 0, end; first < count; first = end) {
+      for (end = first + 1; end < count && slots[order[end]] - slots[order[end - 1]] < kFarApart;) ++end;
+      const uint32_t least = slots[order[first]];
+      entries.resize(size_t{kRecencyBytes} * (slots[order[end - 1]] - least + 1));
+      Status status = read_metadata(offset_of(least), entries.data(), entries.size());
+      if (status != Status::kOk) return status;
+      for (size_t i = first; i < end; ++i)
+        std::memcpy(entries.data() + size_t{kRecencyBytes} * (slots[order[i]] - least), &stamps[order[i]], 8);
+      status = write_metadata(offset_of(least), entries.data(), entries.size());
+      if (status != Status::kOk) return status;
     }
-    return write_metadata(offset, entries.data(), bytes);
+    return Status::kOk;
   } catch (const std::bad_alloc&) {
     return Status::kIOError;
   }

@@ -91,6 +91,12 @@ struct RecoveredPage {
   uint64_t stamp;
 };
 
+// Slots that recovery found of no use, by why: the first three were freed, a worn one is never used again.
+struct RecoveryCounts {
+  uint64_t damaged = 0, other_epoch = 0, duplicate = 0, worn = 0;
+  uint64_t freed() const noexcept { return damaged + other_epoch + duplicate; }
+};
+
 // Invariant: this process holds the volume's lock while a Volume exists.
 class Volume final : public Medium {
  public:
@@ -124,16 +130,15 @@ class Volume final : public Medium {
   const VolumeHeader& header() const noexcept { return header_; }
   const PageShape& shape() const noexcept { return shape_; }
   // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps
-  // generations. Pages come by slot. A slot whose generation has reached its limit counts as damaged each time.
+  // generations. Pages come by slot. A slot whose generation has reached its limit counts as worn each time.
   // REQUIRES that nobody reads or writes pages here meanwhile.
-  Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, uint64_t* damaged) noexcept;
+  Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, RecoveryCounts* counts) noexcept;
   // Labels of pages by slot and generation, in that order, of those that are still there: what neighbours say that they
   // used. Slots and generations are not trusted.
   Status labels_of(const uint32_t* slots, const uint64_t* generations, size_t count,
                    std::vector<Label>* labels) const noexcept;
-  // Stamps slots in the order given, oldest first; stamps continue above the highest seen. FORMAT.md 2.4. One thread at
-  // a time.
-  Status write_recency(const uint32_t* slots, size_t count) noexcept;
+  // Writes the stamps of slots, FORMAT.md 2.4; a slot given twice gets the last. One thread at a time.
+  Status write_recency(const uint32_t* slots, const uint64_t* stamps, size_t count) noexcept;
   // Changes header(): REQUIRES that no other thread reads it meanwhile (adoption).
   Status write_boot_id(const std::array<uint8_t, 16>& boot_id) noexcept;
   // Touches the pages of the mapping in the background so that no save pays for first touch; stops when *stop. Shared
@@ -165,8 +170,8 @@ class Volume final : public Medium {
   Status make_odd(uint32_t slot, uint64_t* odd) noexcept;
   Status scan_recency(std::vector<uint64_t>* stamps);
   Status scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
-                      uint64_t* damaged, uint64_t* freed);
-  Status drop_duplicates(std::vector<RecoveredPage>* pages, uint64_t* freed);
+                      RecoveryCounts* counts);
+  Status drop_duplicates(std::vector<RecoveredPage>* pages, RecoveryCounts* counts);
   Status check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) noexcept;
   Status load_generation(uint32_t slot, uint64_t* generation) noexcept;
   Status store_generation(uint32_t slot, uint64_t generation) noexcept;
@@ -196,7 +201,6 @@ class Volume final : public Medium {
   std::vector<uint64_t> freed_in_;
   std::mutex meta_mutex_;      // ring counter and the append of its entry
   uint64_t ring_counter_ = 0;  // GUARDED_BY(meta_mutex_)
-  uint64_t next_stamp_ = 1;    // keeper only
 };
 
 // What read_foreign_page compared: the layer checksums that were recorded, and those of the bytes. Both empty where it

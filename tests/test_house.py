@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.process_file",
         "tiers.touches",
         "tiers.directory",
+        "tiers.cold",
         "tiers.birth",
         "tiers.scan",
         "tiers.reader",

@@ -569,6 +569,23 @@ void bind_index(nb::module_& module) {
           },
           nb::arg("tier"))
       .def(
+          "take_stamps",
+          [](Index& self, int tier, size_t most) {
+            std::vector<uint32_t> slots;
+            std::vector<uint64_t> stamps;
+            {
+              nb::gil_scoped_release release;
+              self.take_stamps(to_tier(tier), most, &slots, &stamps);
+            }
+            return std::tuple(to_numpy(std::move(slots)), to_numpy(std::move(stamps)));
+          },
+          nb::arg("tier"), nb::arg("most"))
+      .def(
+          "has_stamps", [](const Index& self, int tier) { return self.has_stamps(to_tier(tier)); }, nb::arg("tier"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("stand_clock_at", &Index::stand_clock_at, nb::arg("ns"), nb::call_guard<nb::gil_scoped_release>(),
+           "From now on the wall clock stands there; 0: it runs. For tests.")
+      .def(
           "state",
           [](const Index& self, const nb::bytes& key, uint8_t kind) {
             const std::array<Residency, kTiers> s = self.state(to_key(key, 1), kind);

@@ -175,28 +175,36 @@ RecoveredColumns columns_of(const std::vector<RecoveredPage>& pages) {
   return columns;
 }
 
-using Recovered =
-    std::tuple<Column<uint32_t>, BytesColumn, Column<uint8_t>, BytesColumn, Column<uint8_t>, Column<uint8_t>,
-               Column<uint32_t>, Column<uint8_t>, Column<uint64_t>, Column<uint64_t>, Column<uint64_t>, uint64_t>;
+using Recovered = std::tuple<Column<uint32_t>, BytesColumn, Column<uint8_t>, BytesColumn, Column<uint8_t>,
+                             Column<uint8_t>, Column<uint32_t>, Column<uint8_t>, Column<uint64_t>, Column<uint64_t>,
+                             Column<uint64_t>, uint64_t, uint64_t, uint64_t>;
 
 Recovered recover(Volume& volume, uint64_t epoch) {
-  uint64_t damaged = 0;
+  RecoveryCounts counts;
   Status status;
   RecoveredColumns columns;
   {
     const nb::gil_scoped_release release;
     std::vector<RecoveredPage> pages;
-    status = volume.recover(epoch, &pages, &damaged);
+    status = volume.recover(epoch, &pages, &counts);
     columns = columns_of(pages);
   }
   if (status != Status::kOk) raise_os_error(EIO);
   const size_t count = columns.slots.size();
-  return {to_numpy(std::move(columns.slots)),          to_numpy(std::move(columns.keys), count, kMaxKeyBytes),
-          to_numpy(std::move(columns.key_lengths)),    to_numpy(std::move(columns.parents), count, kMaxKeyBytes),
-          to_numpy(std::move(columns.parent_lengths)), to_numpy(std::move(columns.parent_states)),
-          to_numpy(std::move(columns.depths)),         to_numpy(std::move(columns.kinds)),
-          to_numpy(std::move(columns.epochs)),         to_numpy(std::move(columns.stamps)),
-          to_numpy(std::move(columns.generations)),    damaged};
+  return {to_numpy(std::move(columns.slots)),
+          to_numpy(std::move(columns.keys), count, kMaxKeyBytes),
+          to_numpy(std::move(columns.key_lengths)),
+          to_numpy(std::move(columns.parents), count, kMaxKeyBytes),
+          to_numpy(std::move(columns.parent_lengths)),
+          to_numpy(std::move(columns.parent_states)),
+          to_numpy(std::move(columns.depths)),
+          to_numpy(std::move(columns.kinds)),
+          to_numpy(std::move(columns.epochs)),
+          to_numpy(std::move(columns.stamps)),
+          to_numpy(std::move(columns.generations)),
+          counts.other_epoch,
+          counts.duplicate,
+          counts.damaged + counts.worn};
 }
 
 template <size_t N>
@@ -334,14 +342,15 @@ void bind_volumes(nb::module_& module) {
            "Read all records (adoption) and free those that are damaged, of another epoch, or twice there.\n\n"
            "Returns (slots u32[n], keys u8[n, 64], key_lengths u8[n], parents u8[n, 64], parent_lengths u8[n],\n"
            "parent_states u8[n], depths u32[n], kinds u8[n], epochs u64[n], stamps u64[n], generations u64[n],\n"
-           "damaged int). Raises OSError where the records cannot be read.")
+           "other_epoch int, duplicate int, damaged int). Raises OSError where the records cannot be read.")
       .def(
           "write_recency",
-          [](Volume& self, Array1<uint32_t> slots) {
+          [](Volume& self, Array1<uint32_t> slots, Array1<uint64_t> stamps) {
+            if (slots.size() != stamps.size()) throw nb::value_error("slots and stamps differ in length");
             const nb::gil_scoped_release release;
-            return self.write_recency(slots.data(), slots.size());
+            return self.write_recency(slots.data(), stamps.data(), slots.size());
           },
-          nb::arg("slots"), "Stamp slots in the order given, oldest first.")
+          nb::arg("slots"), nb::arg("stamps"), "Write the stamps of slots: the order of pages, FORMAT.md 2.4.")
       .def(
           "write_boot_id",
           [](Volume& self, nb::bytes boot_id) {

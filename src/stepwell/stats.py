@@ -27,6 +27,8 @@ class TierStats:
 
     pinned: resident pages that a lease or transfer holds. held: those whose last lasting copy a pin() keeps here.
     bytes_read, bytes_written: payload.
+    recovered: pages found again in volumes that were adopted. cold: what was not, by reason (docs/directories.md):
+    volumes that could not be used, and for epoch, records and duplicate, pages that could not.
     """
 
     capacity: int
@@ -39,6 +41,8 @@ class TierStats:
     held: int
     bytes_read: int
     bytes_written: int
+    recovered: int = 0
+    cold: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ from stepwell.tiers.base import PageTier
 from stepwell.tiers.disk import DiskVolumes
 from stepwell.tiers.host import HostSlab
 from stepwell.tiers.shared import SharedVolumes
+from stepwell.tiers.volume_tier import VolumeTier
 
 if TYPE_CHECKING:
     from stepwell.sequence import Extended, ManagedDevice, Sequence, Sequences
@@ -914,6 +915,8 @@ class PageStore:
                 "the store was closed: open another one with PageStore(config); it finds what was committed to shared "
                 "memory and disk"
             )
+        if self._keeper is not None:
+            self._keeper.note_use()
         return mover
 
     def _refuse_child(self) -> None:
@@ -965,8 +968,13 @@ class PageStore:
 
     # ---- the keeper's round ------------------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
-        """Do what is due in the background: leases, deadlines, watermarks, growth, giving back, quarantine."""
+    def _tick(self) -> bool:
+        """Do what is due in the background: leases, deadlines, watermarks, growth, giving back, quarantine.
+
+        Returns:
+            Whether there may be more to write soon: pages of shared memory were used, or some are on their way.
+        """
+        is_busy = Tier.SHARED in self._tiers and self._index.has_stamps(Tier.SHARED)
         now = self._clock.monotonic()
         with self._lock:
             due = [match for at, match in self._leases if at <= now]
@@ -982,14 +990,19 @@ class PageStore:
             mover.drain_retired()
         self._index.prepare(_RECORDS_AHEAD)
         for tier, pages in self._tiers.items():
-            capacity = self._index.counts(tier)["capacity"]
+            counts = self._index.counts(tier)
+            capacity = counts["capacity"]
+            is_busy = is_busy or counts["arriving"] > 0
             low = max(1, int(capacity * self._config.low_watermark))
             high = max(1, int(capacity * self._config.high_watermark))
             self._room.evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
             self._room.mend(tier)
+        return is_busy
 
     def _tier_stats(self, tier: Tier, moved: dict[str, list[int]]) -> TierStats:
         counts = self._index.counts(tier)
+        place = self._tiers.get(tier)
+        recovered, cold = (place.recovered_pages, place.cold) if isinstance(place, VolumeTier) else (0, {})
         return TierStats(
             capacity=counts["capacity"],
             free=counts["free"],
@@ -1001,6 +1014,8 @@ class PageStore:
             held=counts["held"],
             bytes_read=moved["bytes_read"][tier],
             bytes_written=moved["bytes_written"][tier],
+            recovered=recovered,
+            cold=cold,
         )
 
 

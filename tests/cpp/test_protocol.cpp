@@ -347,12 +347,12 @@ TEST_CASE("a writer killed after any store and a successor that adopts leave eve
       restore(files, history[killed]);
       auto volume = files.open();
       std::vector<RecoveredPage> pages;
-      uint64_t damaged = 0;
+      RecoveryCounts counts;
       History after = record_history(files, [&] {
-        REQUIRE(volume->recover(0, &pages, &damaged) == Status::kOk);
+        REQUIRE(volume->recover(0, &pages, &counts) == Status::kOk);
         write_in_chunks(*volume, "third");
       });
-      CHECK(damaged == 0);
+      CHECK(counts.freed() + counts.worn == 0);
       const bool published = killed + 1 == history.size();
       REQUIRE(pages.size() == (killed == 0 || published ? 1u : 0u));
       if (!pages.empty()) CHECK(pages[0].label.key == label_of(published ? "new" : "old").key);

@@ -59,7 +59,9 @@ struct Recovery {
 
 Recovery recover(Volume& volume, uint64_t epoch = 0) {
   Recovery result;
-  REQUIRE(volume.recover(epoch, &result.pages, &result.damaged) == Status::kOk);
+  RecoveryCounts counts;
+  REQUIRE(volume.recover(epoch, &result.pages, &counts) == Status::kOk);
+  result.damaged = counts.damaged + counts.worn;
   return result;
 }
 
@@ -312,7 +314,8 @@ TEST_CASE("a slot out of range is refused by every method of a volume") {
   CHECK(volume->finish_write(slot, label_of("k"), &checksum, target) == Status::kInvalid);
   CHECK(volume->retire(slot) == Status::kInvalid);
   CHECK(volume->rewrite_and_check(slot, scratch) == Status::kInvalid);
-  CHECK(volume->write_recency(&slot, 1) == Status::kInvalid);
+  const uint64_t stamp = 1;
+  CHECK(volume->write_recency(&slot, &stamp, 1) == Status::kInvalid);
   // Not begun, and labels that no record can hold.
   CHECK(volume->finish_write(0, label_of("k"), &checksum, target) == Status::kInvalid);
   REQUIRE(volume->begin_write(0, scratch, &target) == Status::kOk);
@@ -428,8 +431,9 @@ TEST_CASE("of two pages of one key the one with the higher stamp is kept, then t
     REQUIRE(write_key(*volume, 2, "tie") == Status::kOk);
     REQUIRE(write_key(*volume, 3, "x") == Status::kOk);
     REQUIRE(write_key(*volume, 3, "tie") == Status::kOk);
-    const uint32_t order[] = {9, 4, 1, 4};
-    REQUIRE(volume->write_recency(order, 4) == Status::kOk);
+    const uint32_t slots[] = {9, 4, 1, 4};
+    const uint64_t stamps[] = {1, 2, 3, 4};
+    REQUIRE(volume->write_recency(slots, stamps, 4) == Status::kOk);
     volume = files.open();
     const Recovery found = recover(*volume);
     CHECK(found.slots() == std::set<uint32_t>{3, 4});
@@ -441,23 +445,48 @@ TEST_CASE("of two pages of one key the one with the higher stamp is kept, then t
   }
 }
 
-TEST_CASE("stamps keep the order given and continue above the highest seen") {
+TEST_CASE("stamps stand at their slots, and nothing beside them changes") {
+  for (const VolumeMedium medium : kMedia) {
+    VolumeFiles files(medium, shape_of({100}), uint64_t{4} << 20);
+    REQUIRE(files.header().slots > 1500);  // on disk: what lies far apart is written apart
+    auto volume = files.open();
+    const auto at = [&](uint32_t slot) { return files.header().recency_offset + 16 * slot; };
+    files.set_word(at(6), 77);
+    files.set_word(at(700), 78);
+    const uint32_t slots[] = {5, 1400, 3, 4, 1401, 3};
+    const uint64_t stamps[] = {10, 11, 12, 13, 14, 15};
+    REQUIRE(volume->write_recency(slots, stamps, 6) == Status::kOk);
+    CHECK(files.word(at(5)) == 10);
+    CHECK(files.word(at(1400)) == 11);
+    CHECK(files.word(at(3)) == 15);  // given twice: the last
+    CHECK(files.word(at(4)) == 13);
+    CHECK(files.word(at(1401)) == 14);
+    CHECK(files.word(at(6)) == 77);
+    CHECK(files.word(at(700)) == 78);
+    for (const uint32_t slot : {0u, 2u, 7u, 1399u, 1402u}) CHECK(files.word(at(slot)) == 0);
+    CHECK(volume->write_recency(nullptr, nullptr, 0) == Status::kOk);
+  }
+}
+
+TEST_CASE("recovery says why slots were freed") {
   for (const VolumeMedium medium : kMedia) {
     VolumeFiles files(medium, shape_of({100}), kVolumeBytes);
     auto volume = files.open();
-    const auto stamp = [&](uint32_t slot) { return files.word(files.header().recency_offset + 16 * slot); };
-    const uint32_t first[] = {5, 3, 4};
-    REQUIRE(volume->write_recency(first, 3) == Status::kOk);
-    CHECK(stamp(5) < stamp(3));
-    CHECK(stamp(3) < stamp(4));
-    files.set_word(files.header().recency_offset + 16 * 7, 1000);
-    files.set_word(files.header().recency_offset + 16 * 8, ~uint64_t{0});  // damage: must not leave stamps without room
-    volume = files.open();
-    recover(*volume);
-    const uint32_t second[] = {3};
-    REQUIRE(volume->write_recency(second, 1) == Status::kOk);
-    CHECK(stamp(3) == 1001);
-    CHECK(volume->write_recency(nullptr, 0) == Status::kOk);
+    for (const uint32_t slot : {1u, 2u, 3u, 4u})
+      REQUIRE(write_key(*volume, slot, slot < 3 ? "same" : "other") == Status::kOk);
+    REQUIRE(volume->retire(4) == Status::kOk);
+    files.set_word(files.header().records_offset + 192 * 3 + 40, 5);  // its key
+    std::vector<RecoveredPage> pages;
+    RecoveryCounts counts;
+    REQUIRE(volume->recover(0, &pages, &counts) == Status::kOk);
+    CHECK(pages.size() == 1);
+    CHECK(counts.duplicate == 1);
+    CHECK(counts.damaged == 1);
+    CHECK(counts.other_epoch == 0);
+    REQUIRE(volume->recover(9, &pages, &counts) == Status::kOk);
+    CHECK(pages.empty());
+    CHECK(counts.other_epoch == 1);
+    CHECK(counts.freed() == 1);
   }
 }
 
@@ -595,12 +624,13 @@ TEST_CASE("a volume truncated under its writer gives BUS_FAULT and never a page"
     if (whole) {
       const uint32_t slot = 3;
       std::vector<RecoveredPage> pages;
-      uint64_t damaged = 0;
+      RecoveryCounts counts;
       CHECK(volume->retire(1) == Status::kBusFault);
       CHECK(volume->rewrite_and_check(1, scratch) == Status::kBusFault);
-      CHECK(volume->recover(0, &pages, &damaged) == Status::kBusFault);
+      CHECK(volume->recover(0, &pages, &counts) == Status::kBusFault);
       CHECK(pages.empty());
-      CHECK(volume->write_recency(&slot, 1) == Status::kBusFault);
+      const uint64_t stamp = 1;
+      CHECK(volume->write_recency(&slot, &stamp, 1) == Status::kBusFault);
     } else {
       CHECK(files.generation(11) % 2 == 1);
       CHECK(files.generation(12) % 2 == 1);

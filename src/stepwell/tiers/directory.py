@@ -38,6 +38,14 @@ class Header(Protocol):
         """1 shared, 2 disk."""
 
     @property
+    def layers(self) -> int:
+        """Checksummed pieces of a page."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+
+    @property
     def alignment(self) -> int:
         """Alignment of a slot, bytes."""
 

@@ -14,7 +14,7 @@ from stepwell.tiers.lmdb_index import RECORD_BYTES, VolumeIndex
 from stepwell.tiers.volume_tier import Member, VolumeTier
 
 RECENCY_SECONDS: Final = 60.0
-"""How often the order of pages and the LMDB copy of the index are written, and at close: for the wear of the disk."""
+"""Between two writes of what was used when and of the LMDB copy of the index, and at close: for the disk's wear."""
 
 
 class DiskVolumes(VolumeTier):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from stepwell import _core
 from stepwell.tiers import process_file
+from stepwell.tiers.cold import ColdCounts, header_reason
 from stepwell.tiers.directory import Header
 from stepwell.tiers.locks import NotTaken, is_current, try_lock
 from stepwell.tiers.process_file import ProcessRecord
@@ -33,12 +34,16 @@ Decode = Callable[[bytes, int, int], Header]
 
 @dataclass(slots=True)
 class Sweep:
-    """Counts of what scans removed, or failed to: each failure is tried again by the next scan."""
+    """Counts of what scans removed, or failed to: each failure is tried again by the next scan.
+
+    cold: volumes that cannot be used, by reason.
+    """
 
     leftovers: int = 0
     damaged: int = 0
     processes: int = 0
     failed: int = 0
+    cold: ColdCounts = field(default_factory=ColdCounts)
 
 
 @dataclass(slots=True)
@@ -127,6 +132,14 @@ class OtherFormatError(ValueError):
     """Report a volume that another version of stepwell wrote."""
 
 
+class ColdError(ValueError):
+    """Report a volume that cannot be used, and the reason by its name (cold.py)."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 def is_other_format(data: bytes) -> bool:
     """Tell whether a header is a whole one of another format version: magic right, its own checksum right.
 
@@ -211,9 +224,11 @@ class Scanner:
                     header = self._header_of(names, names.metadata_name)
                 except OSError:
                     header = None
-                except OtherFormatError:
+                except OtherFormatError as error:
                     header = None  # readable by another version of stepwell: nobody's damage
-                except ValueError:
+                    self.sweep.cold.note(names.volume_id, "format", str(error))
+                except ColdError as error:
+                    self.sweep.cold.note(names.volume_id, error.reason, f"{error}; removed")
                     if self.remove_volume(names):
                         found.listing.volumes.pop(names.volume_id)
                         self.sweep.damaged += 1
@@ -230,10 +245,17 @@ class Scanner:
         data = read_header(self.directory, metadata_name)
         pages = names.files[names.pages_name] if names.pages_name else 0
         if is_other_format(data):
-            raise OtherFormatError(f"{metadata_name} is of another format version")
-        header = self.decode(data, names.files[metadata_name], pages)
+            version = int.from_bytes(data[8:12], "little")
+            raise OtherFormatError(
+                f"it is of format version {version}, this stepwell reads {FORMAT_VERSION}; left as it is until its "
+                "room is needed"
+            )
+        try:
+            header = self.decode(data, names.files[metadata_name], pages)
+        except ValueError as error:
+            raise ColdError(*header_reason(data, names.files[metadata_name], pages, str(error))) from error
         if header.volume_id.hex() != names.volume_id:
-            raise ValueError(f"{metadata_name} says it is volume {header.volume_id.hex()}")
+            raise ColdError("replaced", f"{metadata_name} says it is volume {header.volume_id.hex()}")
         return header
 
     def _remove_leftovers(

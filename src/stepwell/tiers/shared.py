@@ -12,8 +12,8 @@ from stepwell.index import Index, Tier
 from stepwell.tiers.directory import Machine
 from stepwell.tiers.volume_tier import VolumeTier
 
-RECENCY_SECONDS: Final = 0.25
-"""How often the order of pages is stamped: plain stores, no system call a page."""
+RECENCY_SECONDS: Final = 0.0
+"""Between two writes of what was used when: each round of the keeper. Plain stores, no system call."""
 
 
 _LOG = logging.getLogger("stepwell")

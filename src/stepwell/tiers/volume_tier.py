@@ -29,11 +29,20 @@ from stepwell.tiers.directory import Full as DirectoryFull
 from stepwell.tiers.volumes import KEEPER_LOCK_SECONDS, TierDirectory
 
 _LOG = logging.getLogger("stepwell")
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 SLOT_BITS: Final = 20
+LEAST_SAMPLED: Final = 4
+MOST_SAMPLED: Final = 8
+"""Pages of an adopted volume that are read before it is taken for mixed up; the first one that is right ends it."""
 LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at what neighbours lack: each is a scan; a busy store's rounds come faster."""
 LEAVE_PATIENCE: Final = 0.5
 """Seconds after which a volume that was to be given back and cannot is passed over for another."""
+STAMPS_AT_ONCE: Final = 16384
+"""Stamps taken from the index at once: its mutex is held for 0.3 ms."""
+STAMPS_A_ROUND: Final = 2**22
+"""The most that one round writes, while others are made meanwhile."""
 GROW_RETRY: Final = 2.0
 """Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
 FLOOR_RETRY: Final = 0.05
@@ -96,6 +105,7 @@ class VolumeTier:
         self._set = _core.VolumeSet(tier is Tier.DISK, durable=self._is_durable)
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
+        self._recovered_pages = 0
         self._full_at: float | None = None  # there was no room for another volume then; None: there may be
         self._retry_seconds = GROW_RETRY
         self._is_open = False
@@ -140,6 +150,16 @@ class VolumeTier:
         """The volumes in use, in the order in which they were taken."""
         return list(self._members.values())
 
+    @property
+    def recovered_pages(self) -> int:
+        """Pages found again in volumes that were adopted."""
+        return self._recovered_pages
+
+    @property
+    def cold(self) -> dict[str, int]:
+        """What was not found again, by reason: tiers/cold.py."""
+        return dict(self._directory.cold.by_reason)
+
     def set_epoch(self, epoch: int) -> None:
         """Recover only pages of this epoch from volumes adopted from now on."""
         self._epoch = epoch
@@ -154,13 +174,14 @@ class VolumeTier:
                 self._sync_name()
             # The floor first, and what is above it after a second look: of several that start at once each has
             # come by then, and gets its own.
-            adopted = 0
+            adopted: list[HeldVolume] = []
             for adopt in (self._directory.adopt_to_floor, self._directory.adopt):
-                adopted += len(adopt())
+                adopted += adopt()
                 found = self._attach_all(index)
                 pages += found.pages
                 freed += found.freed
-            self._grow_past_unusable(index, adopted)
+            self._say_who_comes_from_another_boot(adopted)
+            self._grow_past_unusable(index, len(adopted))
             if not self._members:
                 name = self._tier.name.lower()
                 _LOG.warning(
@@ -190,6 +211,16 @@ class VolumeTier:
                 path,
             )
 
+    def _say_who_comes_from_another_boot(self, adopted: list[HeldVolume]) -> None:
+        rebooted = sum(held.is_rebooted for held in adopted)
+        if rebooted:
+            _LOG.info(
+                "%s tier: %d volumes were last used in another boot of this machine; each page is verified before it "
+                "is served, as always, and more of them than usual may be found damaged",
+                self._tier.name.lower(),
+                rebooted,
+            )
+
     @property
     def most_pages(self) -> int:
         """Slots of as many volumes as the capacity has room for; 0 while this process has none to count."""
@@ -212,14 +243,14 @@ class VolumeTier:
                 return
 
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
-        """Grow, give back, stamp recency; return how many pages to evict."""
+        """Write recency, grow, give back; return how many pages to evict."""
+        self._stamp_recency(index)
         self._finish_leaving(index)
         now = self._clock.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._look_at_neighbours(index)
             self._leave_suspect(index)
-        self._stamp_recency(index)
         free = index.claimable(self._tier)
         if free >= low_pages and self._directory.lacking_bytes == 0:
             return 0
@@ -358,12 +389,11 @@ class VolumeTier:
             self._directory.give_back(held)
             raise self._io_error(held, error) from error
         except RuntimeError as error:
-            self._directory.remove(held)  # damaged: given back it would be the next that grow() takes, for ever
-            raise VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {error}") from error
+            raise self._remove_damaged(held, "header", str(error)) from error
         number = self._set.add(volume)
         base, count = number << SLOT_BITS, volume.header.slots
         member = Member(held, volume, number, base, count)
-        found = Recovered(0, 0)
+        found: Recovered | None = Recovered(0, 0)
         try:
             if held.is_rebooted:
                 volume.write_boot_id(self._machine.boot_id())
@@ -372,17 +402,28 @@ class VolumeTier:
             index.add_slots(self._tier, base, count, True)
             if held.is_adopted:
                 found = self._recover(member, index)
-            index.open_slots(self._tier, base)
+            if found is not None:
+                index.open_slots(self._tier, base)
         except OSError as error:
             index.drop_slots(self._tier, base)
             self._set.remove(number)
             del member, volume  # and its mapping: nothing of it is left when its lock goes
             self._directory.give_back(held)
             raise self._io_error(held, error) from error
+        if found is None:
+            index.drop_slots(self._tier, base)
+            self._set.remove(number)
+            del member, volume
+            raise self._remove_damaged(held, "mixed-up", "its pages are not those that its records are about")
         self._members[number] = member
         self._after_attach(member)
         return found
 
+    def _remove_damaged(self, held: HeldVolume, reason: str, text: str) -> VolumeError:
+        """Remove a volume of no use: given back it would be the next that grow() takes, for ever."""
+        self._directory.cold.note(held.volume_id, reason, f"{text}; removed")
+        self._directory.remove(held)
+        return VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {text}")
     def _make_durable(self, volume: _core.Volume) -> None:
         """Sync a volume and its name before its pages count: the dead may have left them to the kernel alone."""
         if volume.sync() is not _core.Status.ok:
@@ -409,10 +450,18 @@ class VolumeTier:
         finally:
             self._set.remove(number)
 
-    def _recover(self, member: Member, index: Index) -> Recovered:
+    def _recover(self, member: Member, index: Index) -> Recovered | None:
+        """Put the pages that a volume holds into the index; say what it holds and is not found again.
+
+        Returns:
+            None where the pages are not those of the records: the index has nothing of it then.
+        """
         (
-            slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _, damaged,
+            slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _,
+            other_epoch, duplicate, damaged,
         ) = member.volume.recover(self._epoch)  # fmt: skip
+        if not self._has_its_pages(member.volume, slots, keys, key_lengths, kinds):
+            return None
         accepted = index.recover(
             self._tier,
             slots + np.uint32(member.base),
@@ -428,7 +477,29 @@ class VolumeTier:
         )
         refused = slots[accepted == 0]
         member.volume.retire(np.ascontiguousarray(refused))
-        return Recovered(int(accepted.sum()), int(refused.size) + int(damaged))
+        duplicate += int(refused.size)
+        for reason, count, text in (
+            ("epoch", other_epoch, f"{other_epoch} pages are of another epoch than {self._epoch}; freed"),
+            ("records", damaged, f"{damaged} records are damaged; freed"),
+            ("duplicate", duplicate, f"{duplicate} pages are elsewhere too; freed"),
+        ):
+            if count:
+                self._directory.cold.note(member.held.volume_id, reason, text, count)
+        pages = int(accepted.sum())
+        self._recovered_pages += pages
+        return Recovered(pages, other_epoch + duplicate + damaged)
+
+    def _has_its_pages(self, volume: _core.Volume, slots: U32, keys: U8, key_lengths: U8, kinds: U8) -> bool:
+        """Read one page of a volume; where it is not what its record says, a few more. One that is ends it."""
+        if slots.size < LEAST_SAMPLED:
+            return True
+        row = np.empty(volume.header.page_bytes, dtype=np.uint8)
+        for at in np.linspace(0, slots.size - 1, min(MOST_SAMPLED, slots.size)).astype(np.int64).tolist():
+            key = keys[at, : key_lengths[at]].tobytes()
+            status = volume.read_page(int(slots[at]), row, key=key, kind=int(kinds[at]), epoch=self._epoch)
+            if status is not _core.Status.checksum:  # right, or it cannot be said now
+                return True
+        return False
 
     def _leave_lost(self, index: Index) -> None:
         """Take volumes out of service that another process holds too, because somebody removed the lock's name."""
@@ -519,17 +590,21 @@ class VolumeTier:
                 self._directory.give_back(held)
 
     def _stamp_recency(self, index: Index) -> None:
-        """Write the order of pages into their volumes, if it is time."""
+        """Write when pages were last used into their volumes, if it is time: for those used since the last time."""
         now = self._clock.monotonic()
         if now - self._recency_at < self._recency_seconds:
             return
         self._recency_at = now
-        order = index.rank_order(self._tier)
-        numbers = order >> SLOT_BITS
-        for member in list(self._members.values()):
-            mine = (order[numbers == member.number] - np.uint32(member.base)).astype(np.uint32)
-            if mine.size:
-                member.volume.write_recency(np.ascontiguousarray(mine))
+        for _ in range(STAMPS_A_ROUND // STAMPS_AT_ONCE):
+            if not index.has_stamps(self._tier):
+                break
+            slots, stamps = index.take_stamps(self._tier, STAMPS_AT_ONCE)
+            numbers = slots >> SLOT_BITS
+            for number in np.unique(numbers).tolist():
+                member, mine = self._members.get(number), numbers == number
+                if member is not None:
+                    member.volume.write_recency(slots[mine] - np.uint32(member.base), stamps[mine])
+        for member in self.members:
             self._after_recency(member)
 
     # ---- what a kind of tier adds ------------------------------------------------------------------------------------
@@ -538,7 +613,7 @@ class VolumeTier:
         """A volume is in use."""
 
     def _after_recency(self, member: Member) -> None:
-        """The order of a volume's pages was written."""
+        """It was time to write when a volume's pages were used."""
 
     def _before_detach(self, member: Member) -> None:
         """A volume goes out of use."""

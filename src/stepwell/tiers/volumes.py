@@ -37,6 +37,7 @@ from stepwell.errors import (
     VolumeError,
 )
 from stepwell.tiers.birth import Birth, Midwife
+from stepwell.tiers.cold import ColdCounts, fingerprint_text
 from stepwell.tiers.directory import (
     MEMORY_FILE_SYSTEMS,
     DirectoryConfig,
@@ -234,6 +235,11 @@ class TierDirectory:
             failed_removals=self._counts.failed_removals + self._sweep.failed,
             dropped_touches=self._touches.dropped,
         )
+
+    @property
+    def cold(self) -> ColdCounts:
+        """What was not found again in it, and why."""
+        return self._sweep.cold
 
     # Taking and leaving volumes
 
@@ -499,7 +505,13 @@ class TierDirectory:
         ours: list[Orphan] = []
         foreign: list[Orphan] = []
         for orphan in found.orphans:
-            (ours if self._is_ours(orphan.header) else foreign).append(orphan)
+            if self._is_ours(orphan.header):
+                ours.append(orphan)
+                continue
+            foreign.append(orphan)
+            if orphan.header is not None:
+                text = fingerprint_text(orphan.header, self._new_header(), self._config.fingerprint)
+                self._sweep.cold.note(orphan.names.volume_id, "fingerprint", text)
         return ours, foreign
 
     def _is_ours(self, header: Header | None) -> bool:
