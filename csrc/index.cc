@@ -275,7 +275,7 @@ class Index::Impl {
 
   PageId nearest_ranked_ancestor(PageId page, int tier) const {
     for (PageId p = pages.parent(page); p != kNoPage; p = pages.parent(p)) {
-      if (pages.residency(p, tier) == Residency::kResident && !has(pages.staying(p), tier)) return p;
+      if (may_leave(p, tier)) return p;
     }
     return kNoPage;
   }
@@ -883,6 +883,9 @@ class Index::Impl {
                uint8_t* accepted);
   void rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
                       const std::unordered_set<PageId>& had_children);
+  bool may_leave(PageId page, int tier) const;
+  void find_last_old(int tier);
+  void lift_ancestors(int tier);
   std::string check();
   std::string check_records() const;
   std::string check_tree() const;
@@ -1844,9 +1847,39 @@ void Index::Impl::recover(Tier tier, const uint32_t* want, const Label* labels, 
   for (const auto& [page, stamp] : recovered) {
     if (pages.holds(page) > 0) settle(page, kTiers);
   }
-  for (const PageId page : relinked)
-    log_touch(page, pages.depth(page) == kUnknownDepth ? 1 : pages.depth(page) + uint64_t{1});
-  apply_touches();
+  for (int other = 0; other < kTiers; ++other) {
+    if (other != t && ranks[at(other)].size() > 0 && !relinked.empty()) lift_ancestors(other);
+  }
+}
+
+bool Index::Impl::may_leave(PageId page, int tier) const {
+  return pages.residency(page, tier) == Residency::kResident && !has(pages.staying(page), tier);
+}
+
+void Index::Impl::find_last_old(int tier) {
+  last_old[at(tier)] = kNoPage;
+  const Rank& rank = ranks[at(tier)];
+  for (uint32_t page = rank.first(); page != Rank::kNone && pages.epoch(page) != epoch; page = rank.after(page))
+    last_old[at(tier)] = page;
+}
+
+// Moves each page that leaves before one of its descendants directly above the one of them that leaves last: after new
+// links. Cost: one walk over the rank.
+void Index::Impl::lift_ancestors(int tier) {
+  Rank& rank = ranks[at(tier)];
+  std::vector<bool> seen(pages.id_limit());
+  for (uint32_t page = rank.last(); page != Rank::kNone; page = rank.before(page)) {
+    uint32_t above = page;
+    for (PageId ancestor = page; ancestor != kNoPage && !seen[ancestor]; ancestor = pages.parent(ancestor)) {
+      seen[ancestor] = true;
+      if (ancestor == page || !may_leave(ancestor, tier)) continue;
+      rank.leave(ancestor);
+      rank.place_above(ancestor, above, rank.stamp(page));
+      above = ancestor;
+    }
+  }
+  rank.order_stamps();
+  find_last_old(tier);
 }
 
 // Merges the batch into the rank by stamps, a page's use being one of its ancestors too. Of two with one stamp the
@@ -1859,11 +1892,12 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
   const uint64_t latest = now();
   std::unordered_map<PageId, uint64_t> batch;
   batch.reserve(recovered.size());
-  for (const auto& [page, stamp] : recovered) batch.emplace(page, std::min(stamp, latest));
-  std::unordered_set<PageId> seen;
+  for (const auto& [page, stamp] : recovered) batch.emplace(page, stamp);
   if (!had_children.empty()) {
+    std::vector<bool> seen(pages.id_limit());
     for (uint32_t used = rank.last(); used != Rank::kNone; used = rank.before(used)) {
-      for (PageId page = used; page != kNoPage && seen.insert(page).second; page = pages.parent(page)) {
+      for (PageId page = used; page != kNoPage && !seen[page]; page = pages.parent(page)) {
+        seen[page] = true;
         const auto found = batch.find(page);
         if (found != batch.end()) found->second = std::max(found->second, rank.stamp(used));
       }
@@ -1881,38 +1915,32 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
 
   // From the page used last down. `below` is the next page of the rank that leaves before what is placed now.
   uint32_t below = rank.last();
-  bool has_old = false;
-  std::unordered_set<PageId> placed;
-  placed.reserve(recovered.size());
+  std::vector<bool> placed(pages.id_limit());
   std::vector<PageId> chain;
   for (const auto& [start, stamp] : order) {
-    has_old |= is_old(start);
     const auto leaves_later = [&](PageId page) {
       return is_old(page) != is_old(start) ? is_old(start) : rank.stamp(page) > stamp;
     };
     while (below != Rank::kNone && leaves_later(below)) below = rank.before(below);
     chain.clear();
-    for (PageId page = start; page != kNoPage && placed.insert(page).second; page = pages.parent(page)) {
+    for (PageId page = start; page != kNoPage && !placed[page]; page = pages.parent(page)) {
+      placed[page] = true;
       if (batch.contains(page)) {
         chain.push_back(page);
         continue;
       }
-      if (pages.residency(page, tier) != Residency::kResident || has(pages.staying(page), tier)) continue;
+      if (!may_leave(page, tier)) continue;
       // What leaves later than `start` already has its ancestors above it.
       if (below == Rank::kNone || rank.stamp(page) > rank.stamp(below)) break;
       if (page == below) below = rank.before(page);
-      has_old |= is_old(page);
       rank.leave(page);
       chain.push_back(page);
     }
     for (auto page = chain.rbegin(); page != chain.rend(); ++page)
-      rank.place_above(*page, below, is_old(start) ? 0 : stamp);
+      rank.place_above(*page, below, is_old(start) ? 0 : std::min(stamp, latest));
   }
   rank.order_stamps();
-  if (!has_old) return;
-  PageId& last = last_old[at(tier)];
-  last = kNoPage;
-  for (uint32_t page = rank.first(); page != Rank::kNone && is_old(page); page = rank.after(page)) last = page;
+  find_last_old(tier);
 }
 
 void Index::take_stamps(Tier tier, size_t most, std::vector<uint32_t>* slots, std::vector<uint64_t>* stamps) {
