@@ -26,9 +26,9 @@ def serve(seed: int, shared: str, out: int) -> None:
     rig = Rig(Directories(Path(shared), Path("/nowhere")).config(shared=6 * VOLUME_BYTES, disk=0), keeper=True)
     os.write(out, f"{os.getpid()}\n".encode())
     while not is_stopping:
-        number, pages = rng.randrange(40), rng.randrange(1, 16)
+        number, pages = rng.randrange(12), rng.randrange(1, 16)
         if rng.random() < 0.8:
-            rig.save(chain(number, pages), wait=rng.random() < 0.5)
+            rig.save(chain(number, pages))
         else:
             rig.load(chain(number, pages))
         os.write(out, b"saved\n")

@@ -1,4 +1,4 @@
-"""A restart keeps the order in which pages leave, says why it does not find what it does not find, and fills nothing."""
+"""A restart keeps the order in which pages leave, names what it does not find again and why, and fills nothing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from restart_kit import left_by_a_death, order_of
 from stepwell import _core
 from stepwell.clock import ManualClock
-from stepwell.config import StoreConfig
+from stepwell.config import DiskTier, SharedTier, StoreConfig
+from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
+from stepwell.store import PageStore
 from stepwell.tiers import volume_tier
 from stepwell.tiers.directory import Machine
-from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
+from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain
 
 HERE = Path(__file__).parent
 OpenRig = Callable[..., Rig]
@@ -47,6 +50,16 @@ def branch(number: int, at: int, pages: int) -> np.ndarray:
     return tokens
 
 
+def small_volumes(directories: Directories, *, shared: int = 0, disk: int = 0) -> StoreConfig:
+    """Configure volumes of about 45 pages, so that a chain, its prefixes and the touches of it go across several."""
+    size = 128 * 1024
+    return StoreConfig(
+        geometry=GEOMETRY,
+        shared=SharedTier(shared * size, str(directories.shared), volume_bytes=size) if shared else None,
+        disk=DiskTier(disk * size, str(directories.disk), volume_bytes=size) if disk else None,
+    )
+
+
 def use_at_random(rig: Rig, rng: random.Random, *, steps: int, tier: Tier) -> None:
     """Save, load and evict chains that share prefixes, now and then with a round of the keeper."""
     for _ in range(steps):
@@ -67,26 +80,25 @@ def use_at_random(rig: Rig, rng: random.Random, *, steps: int, tier: Tier) -> No
 def test_victim_order_in_shared_memory_is_the_same_after_a_death(
     directories: Directories, copies: Path, open_rig: OpenRig, seed: int
 ) -> None:
-    """Volumes are small: chains, their shared prefixes and the touches of them go across several."""
-    rig = open_rig(directories.config(shared=6 * VOLUME_BYTES, disk=0), clock=ManualClock())
+    rig = open_rig(small_volumes(directories, shared=3), clock=ManualClock())
     use_at_random(rig, random.Random(seed), steps=60, tier=Tier.SHARED)
     assert len(directories.volumes("vol")) > 1
     rig.round()  # at most 100 ms later
     left = left_by_a_death(directories, copies)
     expected = order_of(rig, Tier.SHARED)
     rig.close()
-    again = open_rig(left.config(shared=6 * VOLUME_BYTES, disk=0))
+    again = open_rig(small_volumes(left, shared=3))
     assert len(expected) > 20
     assert order_of(again, Tier.SHARED) == expected
 
 
 def test_victim_order_on_disk_is_the_same_after_a_close(directories: Directories, open_rig: OpenRig) -> None:
-    rig = open_rig(directories.config(shared=0, disk=6 * VOLUME_BYTES), clock=ManualClock())
+    rig = open_rig(small_volumes(directories, disk=4), clock=ManualClock())
     use_at_random(rig, random.Random(7), steps=60, tier=Tier.DISK)
+    assert len(directories.volumes("meta")) > 1
     expected = order_of(rig, Tier.DISK)
-    rig.store._tiers[Tier.DISK]  # keeps the order: what was kept came back in the same one
     rig.close()
-    again = open_rig(directories.config(shared=0, disk=6 * VOLUME_BYTES))
+    again = open_rig(small_volumes(directories, disk=4))
     assert order_of(again, Tier.DISK) == expected
 
 
@@ -94,30 +106,30 @@ def test_victim_order_on_disk_lacks_at_most_the_last_minute_after_a_death(
     directories: Directories, copies: Path, open_rig: OpenRig
 ) -> None:
     clock = ManualClock()
-    config = directories.config(shared=0, disk=6 * VOLUME_BYTES)
-    rig = open_rig(config, clock=clock)
+    rig = open_rig(small_volumes(directories, disk=4), clock=clock)
     use_at_random(rig, random.Random(8), steps=60, tier=Tier.DISK)
     clock.advance(61)
     rig.round()
     expected = order_of(rig, Tier.DISK)
+    for number in range(6):
+        rig.load(chain(number, 2))
     rig.round()  # within the minute: not written
-    left = left_by_a_death(directories, copies / "a")
+    left = left_by_a_death(directories, copies)
     rig.close()
-    again = open_rig(left.config(shared=0, disk=6 * VOLUME_BYTES))
+    again = open_rig(small_volumes(left, disk=4))
     assert order_of(again, Tier.DISK) == expected
 
 
 def test_both_tiers_keep_their_order_at_once(directories: Directories, copies: Path, open_rig: OpenRig) -> None:
     clock = ManualClock()
-    config = directories.config(shared=3 * VOLUME_BYTES, disk=6 * VOLUME_BYTES)
-    rig = open_rig(config, clock=clock)
+    rig = open_rig(small_volumes(directories, shared=2, disk=4), clock=clock)
     use_at_random(rig, random.Random(9), steps=80, tier=Tier.SHARED)
     clock.advance(61)
     rig.round()
     left = left_by_a_death(directories, copies)
     expected = {tier: order_of(rig, tier) for tier in (Tier.SHARED, Tier.DISK)}
     rig.close()
-    again = open_rig(left.config(shared=3 * VOLUME_BYTES, disk=6 * VOLUME_BYTES))
+    again = open_rig(small_volumes(left, shared=2, disk=4))
     assert {tier: order_of(again, tier) for tier in (Tier.SHARED, Tier.DISK)} == expected
     assert again.store.check() == ""
 
@@ -157,8 +169,6 @@ def test_a_living_process_ranks_an_orphan_by_last_use(directories: Directories, 
 
 
 def keys_of(number: int, pages: int) -> list[bytes]:
-    from stepwell.hashing import prefix_hashes
-
     return [key.tobytes() for key in prefix_hashes(chain(number, pages), page_tokens=PAGE_TOKENS)]
 
 
@@ -264,9 +274,9 @@ def test_another_shape_of_pages_is_named_by_what_differs(
     directories: Directories, open_rig: OpenRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = saved(directories, open_rig, tier=Tier.SHARED)
-    rig = open_rig(replace(config, geometry=replace(GEOMETRY, layers=4)), slots=1)
-    del rig
-    assert "its pages have 2048 bytes in 2 layers, ours 4096 in 4" in caplog.text
+    store = PageStore(structs.replace(config, geometry=replace(GEOMETRY, layers=4)))
+    store.close()
+    assert "its pages have 1024 bytes in 2 layers, ours 2048 in 4" in caplog.text
 
 
 def test_pages_of_another_volume_are_found_mixed_up(
@@ -300,7 +310,7 @@ def test_pages_of_another_epoch_and_damaged_records_are_counted(
     directories: Directories, open_rig: OpenRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = saved(directories, open_rig, tier=Tier.SHARED)
-    rig = open_rig(replace(config, epoch=7))
+    rig = open_rig(structs.replace(config, epoch=7))
     assert rig.store.stats().tiers["shared"].cold == {"epoch": 16}
     assert "epoch: 16 pages are of another epoch than 7; freed" in caplog.text
     rig.save(chain(1, 4))
@@ -316,7 +326,7 @@ def test_pages_of_another_epoch_and_damaged_records_are_counted(
                 file.seek(header.records_offset + 192 * slot + 33)
                 file.write(b"\xaa\xbb")
                 harmed += 1
-    rig = open_rig(replace(config, epoch=7))
+    rig = open_rig(structs.replace(config, epoch=7))
     stats = rig.store.stats().tiers["shared"]
     assert (stats.recovered, stats.cold) == (2, {"records": 2})
 
@@ -376,7 +386,7 @@ def test_torn_metadata_loses_pages_and_serves_no_wrong_one(
     """Records, checksums, recency and ring as a crash may leave them: blocks of zeros, of old content, of noise."""
     config = saved(directories, open_rig, tier=tier, chains=6)
     name = metadata_of(directories, tier).name
-    parent = (directories.shared if tier is Tier.SHARED else directories.disk)
+    parent = directories.shared if tier is Tier.SHARED else directories.disk
     whole = copies / "whole"
     shutil.copytree(parent, whole)
     data = (parent / name).read_bytes()
@@ -461,4 +471,3 @@ def test_70_restarts_do_not_fill_shared_memory(directories: Directories, open_ri
     rig = open_rig(config)
     assert len(list(directories.shared.glob("p-*.proc"))) == 2
     rig.close()
-    assert stamps(chain(500, 8)).shape[0] == 8

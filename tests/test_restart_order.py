@@ -206,7 +206,7 @@ def test_volumes_of_several_processes_merge_by_last_use(data: st.DataObject) -> 
 def test_an_orphan_adopted_later_finds_its_place_among_what_is_resident(
     steps: list[tuple], more: list[tuple], seed: int
 ) -> None:
-    """Its pages may be of chains that are here, as ancestors or as descendants: order kept, the ancestor leaves later."""
+    """Its pages may be of chains that are here, as ancestors or as descendants: the ancestor leaves later."""
     dead, living = Process(volumes=2), Process(volumes=2)
     perform(dead, steps)
     perform(living, more)
@@ -304,7 +304,8 @@ def test_many_pages_with_one_stamp_cost_no_more_than_a_sort(pages: int) -> None:
         none = np.zeros(pages, np.uint8)
         accepted = index.recover(
             Tier.DISK, np.arange(pages, dtype=np.uint32), keys, none + 8, np.zeros_like(keys), none, none + 2,
-            np.full(pages, 0xFFFFFFFF, np.uint32), none + 1, np.zeros(pages, np.uint64), np.full(pages, value, np.uint64),
+            np.full(pages, 0xFFFFFFFF, np.uint32), none + 1, np.zeros(pages, np.uint64),
+            np.full(pages, value, np.uint64),
         )  # fmt: skip
         assert accepted.all()
         order = index.rank_order(Tier.DISK)

@@ -1,14 +1,16 @@
 """Say why a volume, or some pages of one, are not found again: each kind has a name, a count, and a line in the log.
 
-    volumes  replaced   the file says it is another volume than its name
-             truncated, grown   a file has not the size that the header states
-             mixed-up   metadata and pages are of different volumes
-             header     the header is damaged
-             format     another version of stepwell wrote it
-             fingerprint   its pages are of another model, revision, dtype or shape
-    pages    epoch      of another epoch than the current one
-             records    whose record is damaged
-             duplicate  of a key that another slot or volume has
+Of a whole volume:
+    replaced           the file says that it is another volume than its name
+    truncated, grown   a file has not the size that the header states
+    mixed-up           metadata and pages are of different volumes
+    header             the header is damaged
+    format             another version of stepwell wrote it
+    fingerprint        its pages are of another model, revision, dtype or shape
+Of pages:
+    epoch              of another epoch than the current one
+    records            their record is damaged
+    duplicate          another slot or volume has the key too
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -70,6 +71,8 @@ _STREAM_ENTRY = np.dtype(
     }
 )
 _STREAM_ENTRY_STRUCT: Final = struct.Struct(f"<QB7x{MAX_KEY_BYTES}s")
+
+_STOP_SECONDS: Final = 0.05
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -182,12 +185,14 @@ class VolumeIndex:
         """Say why the environment was given up; "" while it is in use."""
         return self._trouble
 
-    def open(self, *, adopted: bool) -> Remembered:
+    def open(self, *, adopted: bool, stop: threading.Event | None = None) -> Remembered:
         """Read what an old environment remembers, remove it, and begin a new one.
 
         Args:
             adopted: The volume had another holder, whose environment may be there. Otherwise
                 whatever is there is removed unread.
+            stop: Once set, the reader is killed and the old environment left for whoever comes next; close() is all
+                that may follow.
 
         Returns:
             What was remembered; nothing and the reason where the old environment is absent,
@@ -203,7 +208,10 @@ class VolumeIndex:
         remembered = Remembered((), np.zeros(0, np.uint64), "")
         try:
             if adopted:
-                remembered = self._read_old()
+                remembered = self._read_old(stop or threading.Event())
+                if stop is not None and stop.is_set():
+                    self.close()
+                    return remembered
             _remove_environment(self._path)
             self._create()
         except (lmdb.Error, OSError) as error:
@@ -476,7 +484,7 @@ class VolumeIndex:
 
     # -- the old environment -----------------------------------------------------------------------
 
-    def _read_old(self) -> Remembered:
+    def _read_old(self, stop: threading.Event) -> Remembered:
         """Have the child read the environment of the volume's last holder."""
         old = self._path + "-old"
         limit = _STREAM_HEAD.size + _STREAM_ENTRY.itemsize * self._memory_entries
@@ -488,8 +496,10 @@ class VolumeIndex:
                 os.rename(self._path, old)
             elif not os.path.lexists(old):
                 return _nothing("no environment was beside the volume")
-            stream = _output_of(command, limit_bytes=limit, timeout=self._reader_timeout)
+            stream = _output_of(command, limit_bytes=limit, timeout=self._reader_timeout, stop=stop)
             return _parse(stream, volume_id=self._volume_id, limit_entries=self._memory_entries)
+        except _StoppedError:
+            return _nothing("its reader was stopped")
         except (OSError, ValueError) as error:
             _LOG.warning("%s: the memory of evicted pages is lost: %s", self._path, error)
             return _nothing(str(error))
@@ -540,10 +550,15 @@ def _parse(stream: bytes, *, volume_id: bytes, limit_entries: int) -> Remembered
     return Remembered(tuple(newest), np.array(list(newest.values()), np.uint64), "")
 
 
-def _output_of(command: Sequence[str], *, limit_bytes: int, timeout: float) -> bytes:
+class _StoppedError(Exception):
+    """Report that nobody waits for a reader any more."""
+
+
+def _output_of(command: Sequence[str], *, limit_bytes: int, timeout: float, stop: threading.Event) -> bytes:
     """Run a command and return its output; it is dead, and its children with it, when this returns.
 
     Raises:
+        _StoppedError: `stop` was set meanwhile; it is looked at every 50 ms.
         ValueError: It failed, died of a signal, wrote more than `limit_bytes`, or was not done in
             time.
         OSError: It could not be started.
@@ -562,16 +577,22 @@ def _output_of(command: Sequence[str], *, limit_bytes: int, timeout: float) -> b
         try:
             poll = select.poll()  # select() refuses descriptors above 1,023
             poll.register(process.stdout, select.POLLIN)
-            while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            while (left := deadline - time.monotonic()) > 0:
+                if stop.is_set():
+                    raise _StoppedError
+                if not poll.poll(1000 * min(_STOP_SECONDS, left)):
+                    continue
                 part = os.read(process.stdout.fileno(), 2**18)
                 if not part:
                     break
                 output += part
                 if len(output) > limit_bytes:
                     raise ValueError(f"the reader wrote more than {limit_bytes} bytes")
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"the reader was not done in {timeout:g} s") from None
+            while process.poll() is None:
+                if stop.wait(_STOP_SECONDS):
+                    raise _StoppedError
+                if time.monotonic() >= deadline:
+                    raise ValueError(f"the reader was not done in {timeout:g} s")
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
