@@ -424,6 +424,7 @@ class VolumeTier:
         self._directory.cold.note(held.volume_id, reason, f"{text}; removed")
         self._directory.remove(held)
         return VolumeError(f"{self._tier.name.lower()} volume {held.volume_id}: {text}")
+
     def _make_durable(self, volume: _core.Volume) -> None:
         """Sync a volume and its name before its pages count: the dead may have left them to the kernel alone."""
         if volume.sync() is not _core.Status.ok:
