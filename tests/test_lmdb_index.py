@@ -730,7 +730,7 @@ def test_reader_inherits_no_descriptor(tmp_path: Path, path: Path) -> None:
         os.set_inheritable(lock.fileno(), True)
         code = "import os; print(sorted(os.listdir('/proc/self/fd'), key=int)[:-1]); os._exit(1)"
         reason = assert_only_memory_is_lost(path, reader=(sys.executable, "-uc", code))
-    assert reason == "the reader ended with status 1: ['0', '1', '2']\n"
+    assert reason == "the reader ended with status 1: ['0', '1', '2']"
 
 
 # -- trouble while open

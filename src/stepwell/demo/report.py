@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -32,9 +33,10 @@ MOST_EMBEDDED = 200
 
 def write_report(report: Report, path: Path) -> None:
     """Write the page whole: what was there stays until all of it is written. Raises: OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        part.write_bytes(render(report).encode())
+        with part.open("xb") as file:  # new, and no link that somebody put into a directory of all
+            file.write(render(report).encode())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,6 +136,7 @@ class Acts:
             process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",  # nothing is imported from the working directory
                     "-X",
                     "faulthandler",
                     "-m",
@@ -287,13 +289,17 @@ def _end_undisturbed() -> None:
 
 
 def _compilation_cache(work: Path) -> Path:
-    """Return where compiled programs are kept: with the user's caches, else among what is removed at the end."""
-    try:
+    """Return where compiled programs are kept: with the user's caches, else among what is removed at the end.
+
+    They are run as they lie there: not from a directory that another user owns (HOME as sudo leaves it) or may write.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         cache = Path.home() / ".cache" / "stepwell" / "demo-jax"
-        cache.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home
-        return work / "demo-jax"
-    return cache
+        cache.mkdir(0o700, parents=True, exist_ok=True)
+        status = cache.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return cache
+    return work / "demo-jax"
 
 
 def _unpack(told: Conversations, folder: Path) -> None:

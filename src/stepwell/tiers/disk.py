@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
 from typing import Final
@@ -12,8 +14,10 @@ from stepwell.config import DiskTier
 from stepwell.index import Index, Tier
 from stepwell.tiers.directory import Machine
 from stepwell.tiers.lmdb_index import RECORD_BYTES, VolumeIndex
+from stepwell.tiers.volume_files import open_ours
 from stepwell.tiers.volume_tier import Member, VolumeTier
 
+_LOG = logging.getLogger("stepwell")
 RECENCY_SECONDS: Final = 60.0
 """Between two writes of what was used when and of the LMDB copy of the index, and at close: for the disk's wear."""
 
@@ -93,20 +97,30 @@ class DiskVolumes(VolumeTier):
 
     def _after_recency(self, member: Member) -> None:
         beside = self._indexes.get(member.number)
-        if beside is not None:
-            beside.sync(self._records(member))
+        if beside is None:
+            return
+        try:
+            records = self._records(member)
+        except (OSError, ValueError) as error:  # the name is another file's now: what is beside the others goes on
+            _LOG.warning("disk tier: not brought up to date: %s: %s", member.held.lmdb_path, error)
+            return
+        beside.sync(records)
 
     def _records(self, member: Member) -> bytes:
-        """Read the volume's slot records, through a descriptor of its own."""
+        """Read the volume's slot records, through a descriptor of its own.
+
+        Raises:
+            OSError, ValueError: the file at the volume's name is not the volume's, or was cut.
+        """
         path = f"{self.directory.path}/v-{member.held.volume_id}.meta"
-        descriptor = _core.Descriptor(_core.file_open(path, os.O_RDONLY, 0))
+        descriptor = open_ours(path, os.O_RDONLY)
         try:
             wanted, start = RECORD_BYTES * member.count, member.volume.header.records_offset
             parts: list[bytes] = []
             while wanted > 0:
                 part = _core.file_pread(descriptor.fileno(), wanted, start)
                 if not part:
-                    raise OSError(f"{path} ends within its records")
+                    raise OSError(errno.EIO, "it ends within its records", path)
                 parts.append(part)
                 wanted, start = wanted - len(part), start + len(part)
             return b"".join(parts)

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.errors import ForkedError, StepwellUsageError, StoreClosedError
+from stepwell.tiers.locks import printable
 
 __all__ = ["RECORD_BYTES", "Remembered", "VolumeIndex", "read_environment"]
 
@@ -599,7 +600,7 @@ def _output_of(command: Sequence[str], *, limit_bytes: int, timeout: float, stop
     if process.returncode < 0:
         raise ValueError(f"the reader died of {signal.Signals(-process.returncode).name}")
     if process.returncode > 0:
-        text = output[:200].decode("ascii", "replace")
+        text = printable(output[:200].decode("ascii", "replace").strip())
         raise ValueError(f"the reader ended with status {process.returncode}: {text}")
     return bytes(output)
 

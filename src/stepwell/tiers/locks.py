@@ -143,6 +143,12 @@ def process_named(pid: int) -> str:
         return "a process of another pid namespace"
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-            return f"pid {pid} ({comm.read().strip()})"
+            # A process names itself: what would steer a terminal, or begin a line of a log, is told as an escape.
+            return f"pid {pid} ({printable(comm.read().strip())})"
     except OSError:
         return f"pid {pid}"
+
+
+def printable(text: str) -> str:
+    """Return what others chose as it may stand in a message: what is not printable as an escape."""
+    return text if text.isprintable() else ascii(text)[1:-1]
