@@ -102,7 +102,8 @@ class DiskVolumes(VolumeTier):
         try:
             records = self._records(member)
         except (OSError, ValueError) as error:  # the name is another file's now: what is beside the others goes on
-            _LOG.warning("disk tier: not brought up to date: %s: %s", member.held.lmdb_path, error)
+            # As text: who keeps log records would keep the error, its frames and with them the volume.
+            _LOG.warning("disk tier: not brought up to date: %s: %s", member.held.lmdb_path, str(error))
             return
         beside.sync(records)
 

@@ -295,7 +295,7 @@ class VolumeTier:
         try:
             self._stamp_recency(index)
         except (StepwellError, OSError) as error:
-            _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), error)
+            _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), str(error))
         with ExitStack() as closing:  # whatever one of them raises, the others are let go, and then the directory
             closing.callback(self._directory.close)
             for number in self._members:
