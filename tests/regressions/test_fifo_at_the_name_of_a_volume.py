@@ -1,8 +1,8 @@
-"""A fifo at the name of a disk volume's metadata kept the store's close, and every open of the process, waiting for ever.
+"""A fifo at the name of a disk volume's metadata kept the store's close, and every open of the process, waiting.
 
-The copy of the index beside a volume is made from its records, read through a descriptor of its own; that one was opened as
-no other name is: waiting for a fifo's writer, following nothing, but taking any file for the volume's. What went wrong there
-also kept the order of pages of the volumes behind it from being written.
+The copy of the index beside a volume is made from its records, read through a descriptor of its own. That was opened as
+no other name is: it waited for the fifo's writer, for ever, and took any other file for the volume's. What went wrong
+there also kept the order of pages of the volumes behind it from being written.
 """
 
 from __future__ import annotations

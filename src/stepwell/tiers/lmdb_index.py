@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -325,6 +325,7 @@ class VolumeIndex:
             sync=False,  # durability `process`: a kernel crash may cost the memory
             metasync=False,
         )
+        _close_on_exec(f"{self._path}/data.mdb")
         self._index = self._env.open_db(b"index")
         self._memory = self._env.open_db(b"memory")
         self._order = self._env.open_db(b"order")
@@ -652,6 +653,16 @@ def _exactly(view: bytes | memoryview | None, size: int) -> bytes:
     if view is None or len(view) != size:
         raise ValueError(f"a value of {'no' if view is None else len(view)} bytes, needs {size}")
     return bytes(view)
+
+
+def _close_on_exec(path: str) -> None:
+    """Keep this process's descriptors of a file from programs that it starts: LMDB's own opens say nothing of that."""
+    wanted = os.stat(path)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed by another thread meanwhile, or the one that lists
+            status = os.fstat(int(name))
+            if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
+                os.set_inheritable(int(name), False)
 
 
 def _remove_environment(path: str) -> None:

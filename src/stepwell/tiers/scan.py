@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from stepwell import _core
 from stepwell.tiers import process_file
 from stepwell.tiers.cold import ColdCounts, header_reason
 from stepwell.tiers.directory import Header
-from stepwell.tiers.locks import NotTaken, is_current, try_lock
+from stepwell.tiers.locks import NotTaken, is_current, is_ours, try_lock
 from stepwell.tiers.process_file import ProcessRecord
 from stepwell.tiers.volume_files import (
     FORMAT_VERSION,
@@ -330,7 +331,10 @@ class Scanner:
     def _remove_process(self, *paths: str) -> None:
         try:
             for path in paths:
-                remove_files(os.path.dirname(path), [os.path.basename(path)])
+                # What a dead process did not make it did not leave: a link, a directory, another user's file stays.
+                with suppress(FileNotFoundError):
+                    if is_ours(_core.file_stat(path)):
+                        _core.file_unlink(path)
         except OSError:
             self.sweep.failed += 1
         else:
