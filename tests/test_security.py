@@ -158,9 +158,7 @@ def names_of(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "link to a directory"])
-def test_what_a_link_leads_to_is_not_touched(
-    directories: Directories, open_rig: Callable[..., Rig], kind: str
-) -> None:
+def test_what_a_link_leads_to_is_not_touched(directories: Directories, open_rig: Callable[..., Rig], kind: str) -> None:
     """Under every name of the protocol, before stores open, serve and close there."""
     precious: list[Path] = []
     for root in (directories.shared, directories.disk):
