@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from stepwell.cli import config, demo, directories, doctor
+from stepwell.cli import config, demo, directories, doctor, torture
 
 
 class _Version(argparse.Action):
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, doctor, config, directories):
+    for module in (demo, doctor, config, directories, torture):
         module.add(commands)
     return parser
 

@@ -1,11 +1,15 @@
-"""Reach behind the tiers: what tests and the demo's negative control do to a running store. The product has no such
-switch."""
+"""Reach behind the tiers: what tests, and the negative controls of demo and torture, do to a running store. The product
+has no such switch."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
+from stepwell import _core
+from stepwell.index import Tier
+from stepwell.mover import Inbox, Transfer
+from stepwell.pool import PoolSlice
 from stepwell.store import PageStore
 from stepwell.tiers.device_queue import QueueFull, ScatterTicket
 
@@ -36,3 +40,54 @@ def swap_staged_pages(store: PageStore) -> None:
         return queue(slots, pages, generation=generation)
 
     pool.queue_scatter = swapped  # type: ignore[method-assign]
+
+
+def swap_saved_pages(store: PageStore) -> None:
+    """Take, in each save of two pages or more, the last two of them from each other's place: checksums are right then.
+
+    A negative control: what is served is not what was saved under its key.
+    """
+    save = store._copies.save
+
+    def swapped(
+        batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+    ) -> Transfer | None:
+        order = np.arange(len(source))
+        order[-2:] = order[-2:][::-1]
+        return save(batch, source.pool[source.slots[order]], turn, inbox=inbox)
+
+    store._copies.save = swapped  # type: ignore[method-assign]
+
+
+def lose_saved_pages(store: PageStore) -> None:
+    """Take back the record of the last page of each save once it is acknowledged: a restart finds nothing there.
+
+    A negative control: what was acknowledged is lost, and only a restart shows it.
+    """
+    save = store._copies.save
+
+    def losing(
+        batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+    ) -> Transfer | None:
+        transfer = save(batch, source, turn, inbox=inbox)
+        if transfer is not None and transfer.pages and transfer.wait(30.0):
+            for tier in store._room.keeping:
+                medium = store._room.medium(tier)
+                if isinstance(medium, _core.VolumeSet):
+                    medium.retire(np.ascontiguousarray(batch.slots[-1:, tier]))
+        return transfer
+
+    store._copies.save = losing  # type: ignore[method-assign]
+
+
+def return_dropped_pages(store: PageStore) -> None:
+    """Give the slots of what leaves free, and leave its records as they are: a restart brings the pages back.
+
+    A negative control: what was forgotten is found again.
+    """
+
+    def freeing(tier: Tier, slots: npt.NDArray[np.uint32]) -> int:
+        store._index.free_slots(tier, slots)
+        return int(slots.size)
+
+    store._room._free = freeing  # type: ignore[method-assign]
