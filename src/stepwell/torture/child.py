@@ -252,6 +252,7 @@ class Worker:
     def _load_now(self, chain: Chain) -> tuple[list[int], list[int]]:
         """Load what is cached of a chain. Returns (pages that were right, pages that were wrong)."""
         region = self._regions[0]
+        region.after = None
         with self._store.match(chain.tokens, namespace=chain.namespace) as match:
             count = match.pages
             rows = self._rows[region.first : region.first + count]
@@ -341,7 +342,7 @@ class Worker:
         if stored:
             self._say("a", f"{at} {stored} {self._epoch}")
         rows[:] = POISON
-        self._store.probe(keys, lease=0.01)
+        self._store.probe(keys, lease=self._rng.choice((0.0, 0.0, 0.0, 0.01)))
         ok = self._store.load_keys(keys, into=slots)
         self._compare(chain, np.flatnonzero(ok).tolist(), rows, "by its key")
 
@@ -379,6 +380,8 @@ class Worker:
         at, chain = self._some_chain()
         keep = self._rng.randrange(0, len(chain.pages))
         self._drain()
+        if self._rng.random() < 0.5:
+            self._unpin()
         self._say("f", f"{at} {keep} {self._epoch}")
         is_certain = self._holds_nothing()
         self._store.forget(chain.tokens, namespace=chain.namespace, keep=keep * PAGE_TOKENS)
@@ -420,8 +423,7 @@ class Worker:
 
     def _clear(self) -> None:
         self._drain()
-        while self._pins:
-            self._pins.pop()[1].close()
+        self._unpin()
         self._say("v", str(self._epoch))
         is_certain = self._holds_nothing()
         self._store.clear()
@@ -446,13 +448,16 @@ class Worker:
     def _pin(self) -> None:
         if len(self._pins) >= 3 or self._rng.random() < 0.2:
             self._check_pins()
-            while self._pins:
-                self._pins.pop()[1].close()
+            self._unpin()
             return
         at, chain = self._some_chain()
         pinned = self._store.pin(chain.tokens, ttl=LONE_TTL, namespace=chain.namespace)
         if pinned.tokens:
             self._pins.append((at, pinned))
+
+    def _unpin(self) -> None:
+        while self._pins:
+            self._pins.pop()[1].close()
 
     def _check_pins(self) -> None:
         if self._world.is_damaged or not self._is_alone:

@@ -37,6 +37,7 @@ LOCK_SECONDS: Final = 10.0
 LONGEST_WORK: Final = 0.4  # seconds from the first step to the kill
 LONGEST_OPENING: Final = 0.06
 STOPPED_SECONDS: Final = 0.02
+SOON: Final = 0.002
 ROUND: Final = 8  # kills of one of several children between two looks at all that they left
 
 
@@ -249,7 +250,12 @@ class _Life:
         elif kennel.wait_for(child, "t"):
             kennel.hear(self._instant(LONGEST_WORK), lambda: child.is_over)
             self._damage(is_used=True)
-            if roll > 0.88:  # while it closes
+            if roll < 0.45:  # in or after one kind of step
+                what = self._rng.choice("abfghnvxz")
+                count = child.said.get(what, 0)
+                kennel.hear(LONGEST_WORK, lambda: child.is_over or child.said.get(what, 0) > count)
+                kennel.hear(self._instant(SOON), lambda: child.is_over)
+            elif roll > 0.88:  # while it closes
                 kennel.tell_to_close(child)
                 if kennel.wait_for(child, "q"):
                     kennel.hear(self._instant(LONGEST_OPENING), lambda: child.is_over)

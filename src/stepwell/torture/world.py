@@ -71,7 +71,7 @@ class World:
             direct_io=rng.random() < 0.7,
             selective=tiers == "both" and rng.random() < 0.25,
             host_pages=rng.choice((0, 0, 16)),
-            has_reader=rng.random() < 0.5,
+            has_reader=rng.random() < 0.3,
         )
 
     @property
