@@ -25,7 +25,8 @@ class Row(msgspec.Struct):
     said are resident. right: pages found again, compared byte by byte. allowed: acknowledged pages that were gone and
     may be (evicted, forgotten, another epoch, damaged). lost, wrong, phantom: never. other: everything else that must
     not be: a crash, a hang, slots that do not add up, a budget that is passed, files that are left.
-    first_hits: seconds from the start of a process after a kill to its first page, verified.
+    damages: times that a file was damaged; checksum_failures: damaged pages that were met when all were looked at.
+    first_hits: seconds from the start of a process after a kill to its first page, verified. points: kills by point.
     """
 
     tiers: str
@@ -40,6 +41,7 @@ class Row(msgspec.Struct):
     phantom: int = 0
     other: int = 0
     damages: int = 0
+    checksum_failures: int = 0
     first_hits: list[float] = msgspec.field(default_factory=list)
     points: dict[str, int] = msgspec.field(default_factory=dict)
 
@@ -80,6 +82,8 @@ class Result(msgspec.Struct):
             first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
             found.append("  ".join([first.strip().ljust(widths[0]), *rest]))
         for row in self.rows:
+            if row.damages:
+                found.append(f"{row.tiers}: {row.damages} files damaged, {row.checksum_failures} bad pages refused")
             if row.points:
                 never = [name for name, fired in row.points.items() if not fired]
                 found.append(

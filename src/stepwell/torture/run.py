@@ -24,7 +24,7 @@ import msgspec
 from stepwell import StepwellError, inspection, verification
 from stepwell.torture.child import SCRIPT_STEPS, Report, Task
 from stepwell.torture.damage import damage
-from stepwell.torture.kennel import PATIENCE, Child, Kennel
+from stepwell.torture.kennel import Child, Kennel
 from stepwell.torture.ledger import Ledger, Line
 from stepwell.torture.points import POINTS, occurrences
 from stepwell.torture.results import MOST_PROBLEMS, Problem, Result, Row
@@ -247,7 +247,7 @@ class _Life:
         roll, kennel = self._rng.random(), self.kennel
         if roll < 0.2:  # while it opens, recovers, looks
             kennel.hear(self._instant(LONGEST_OPENING), lambda: child.is_over)
-        elif kennel.wait_for(child, "t"):
+        elif self._waited_for(child, "t"):
             kennel.hear(self._instant(LONGEST_WORK), lambda: child.is_over)
             self._damage(is_used=True)
             if roll < 0.45:  # in or after one kind of step
@@ -257,7 +257,7 @@ class _Life:
                 kennel.hear(self._instant(SOON), lambda: child.is_over)
             elif roll > 0.88:  # while it closes
                 kennel.tell_to_close(child)
-                if kennel.wait_for(child, "q"):
+                if self._waited_for(child, "q"):
                     kennel.hear(self._instant(LONGEST_OPENING), lambda: child.is_over)
             elif roll > 0.76:  # after it has stood still
                 kennel.signal(child, signal.SIGSTOP)
@@ -280,8 +280,8 @@ class _Life:
     def _finish(self) -> None:
         """Look at what is left with a process that closes then, and at the directories after that."""
         child = self._start(steps=0)
-        self.kennel.wait_for(child, "e")
-        self._end(child, must_close=True)
+        self._waited_for(child, "e")
+        self._end(child)
         self._judge_one_by_one(child)
         self._look_from_outside(is_closed=True)
 
@@ -298,14 +298,14 @@ class _Life:
             if self._options.rolling:  # the new one comes before the old one goes
                 new = self._start()
                 if self._rng.random() < 0.7:
-                    self.kennel.wait_for(new, "t")
+                    self._waited_for(new, "t")
             if self._rng.random() < 0.15:
                 self.kennel.signal(old, signal.SIGSTOP)
                 self.kennel.hear(self._instant(5 * STOPPED_SECONDS))
             elif self._rng.random() < 0.3:
                 self.kennel.tell_to_close(old)
                 if self._rng.random() < 0.5:
-                    self.kennel.wait_for(old, "e")
+                    self._waited_for(old, "e")
             if self._end(old):
                 self._count_kill()
             living[at] = new if self._options.rolling else self._start()
@@ -325,7 +325,7 @@ class _Life:
         for line in lines:
             self._ledger.died(line.child)
         child = self._start(steps=0)
-        self.kennel.wait_for(child, "t")
+        self._waited_for(child, "t")
         self._end(child)
         self._judge_one_by_one(child)
 
@@ -340,7 +340,7 @@ class _Life:
             if anew and at:
                 self._clear_away()
             child = self._start(point=point, nth=nth, steps=SCRIPT_STEPS)
-            self.kennel.hear(PATIENCE, lambda child=child: child.is_over)  # type: ignore[misc]
+            self._waited_for(child, "e")
             has_fired = self._end(child, may_die=True)
             self._judge_one_by_one(child)
             self._look_from_outside()
@@ -378,11 +378,19 @@ class _Life:
         )
         return self.kennel.start(self._world, self._universe, task)
 
-    def _end(self, child: Child, *, may_die: bool = False, must_close: bool = False) -> bool:
+    def _waited_for(self, child: Child, what: str) -> bool:
+        """Wait until a child has said something. False: it has ended without, or hangs; then that is noted."""
+        if self.kennel.wait_for(child, what):
+            return True
+        if not child.is_over:
+            self._note("other", f"child {child.number} hangs; its threads:\n{self.kennel.stacks(child)}")
+        return False
+
+    def _end(self, child: Child, *, may_die: bool = False) -> bool:
         """Kill a child, or bury the one that has ended.
 
         Args:
-            may_die: it may have died by a kill of its own. must_close: it was waited for to close.
+            may_die: it may have died by a kill of its own.
 
         Returns:
             Whether it was killed: by us while it lived, or as asked.
@@ -391,19 +399,17 @@ class _Life:
         if was_over or child.said.get("e"):
             self.kennel.bury(child)
         else:
-            if must_close or may_die:
-                self._note("other", f"child {child.number} hangs; its threads:\n{self.kennel.stacks(child)}")
             self.kennel.kill(child)
-        died_as_asked = may_die and child.status == -signal.SIGKILL
+        has_died = may_die and was_over and child.status == -signal.SIGKILL
         has_failed = bool(child.said.keys() & {"W", "K", "E"})
         if child.status not in (0, -signal.SIGKILL) and not has_failed:
             self._note("other", f"child {child.number} ended by itself with status {child.status}: {child.noise()}")
-        elif was_over and child.status == -signal.SIGKILL and not may_die:
+        elif child.status == -signal.SIGKILL and not (child.is_killed or may_die):
             self._note("other", f"child {child.number} was killed by someone else: out of memory? {child.noise()}")
         elif child.status == 0 and not child.said.get("e"):
             self._note("other", f"child {child.number} ended without closing: {child.noise()}")
         child.errors.close()
-        return died_as_asked or not was_over
+        return has_died or child.is_killed
 
     def _hear(self, line: Line) -> None:
         self._unread.append(line)
@@ -453,6 +459,7 @@ class _Life:
             self._note(what, f"pages {named} {text} (epoch {epoch})", count=len(pages))
         for problem in report.problems:
             self._note("other", problem)
+        row.checksum_failures += report.checksum_failures
         if report.checksum_failures and not self._world.is_damaged:
             self._note("other", f"{report.checksum_failures} checksums were wrong, and nobody damaged anything")
         row.acknowledged += len(ledger.acknowledged - self._noted)
