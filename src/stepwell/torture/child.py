@@ -436,8 +436,9 @@ class Worker:
         if self._reader is not None:
             return  # it compares with the bytes of one epoch
         self._drain()
-        self._pins.clear()  # they end
         epoch = self._rng.randrange(1, 4)
+        if epoch != self._epoch:
+            self._pins.clear()  # they end; set again, an epoch is the same
         self._say("x", str(epoch))
         self._store.set_epoch(epoch)
         self._epoch = epoch

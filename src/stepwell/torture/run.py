@@ -309,6 +309,7 @@ class _Life:
             if self._end(old):
                 self._count_kill()
             living[at] = new if self._options.rolling else self._start()
+            self._look_at_budgets()
             if kill % ROUND == 0 or kill == kills:
                 for child in living:
                     if self._end(child):
@@ -465,9 +466,19 @@ class _Life:
         row.acknowledged += len(ledger.acknowledged - self._noted)
         self._noted |= ledger.acknowledged
 
+    def _look_at_budgets(self) -> None:
+        """Compare what is in the directories with what may be."""
+        for tier, path in self._world.paths.items():
+            if self._world.is_damaged or not path.exists():
+                continue
+            total = inspection.inspect_directory(str(path)).total_bytes
+            if total > self._world.capacities[tier]:
+                self._note("other", f"{tier}: {total} bytes, and {self._world.capacities[tier]} are allowed")
+
     def _look_from_outside(self, *, is_closed: bool = False) -> None:
         """Look at the directories without a store: budgets, damage, and after a proper end what is left there."""
         self._wait_for_locks()
+        self._look_at_budgets()
         for tier, path in self._world.paths.items():
             if self._world.is_damaged or not (path / "directory.lock").exists():  # killed before it made any
                 continue
@@ -481,8 +492,6 @@ class _Life:
                 if not check.is_well:
                     what = f"{check.condition} {check.why} {check.damaged}"
                     self._note("other", f"{tier}: volume {check.volume_id}: {what}")
-            if report.total_bytes > self._world.capacities[tier]:
-                self._note("other", f"{tier}: {report.total_bytes} bytes, of {self._world.capacities[tier]} allowed")
             left = [*report.leftovers, *report.processes] if is_closed else []
             if left or report.strangers:
                 self._note("other", f"{tier}: left behind: {left or report.strangers}")
