@@ -314,6 +314,7 @@ class _Life:
                 for child in living:
                     if self._end(child):
                         self._count_kill()
+                self._damage(is_used=False)
                 self._judge_all()
                 self._look_from_outside()
                 living = [] if kill == kills else [self._start(verifies=False) for _ in living]
