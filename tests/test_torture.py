@@ -45,7 +45,7 @@ def run(directory: Path, *arguments: str, program: str | None = None) -> tuple[i
     [
         ("--kills", "9"),
         ("--kills", "6", "--tiers", "both", "--processes", "2", "--rolling"),
-        ("--kills", "6", "--tiers", "disk", "--damage"),
+        ("--kills", "6", "--tiers", "disk", "--damage", "--errors"),
         ("--points", "--occurrences", "1", "--tiers", "both", "--world", "48"),
     ],
     ids=["one", "rolling", "damage", "point"],
@@ -133,7 +133,7 @@ def test_a_run_ended_from_outside_takes_its_children_and_files_along(tmp_path: P
     [
         (["--page-bytes", "100"], "multiple of 16"),
         (["--rolling"], "--processes 2"),
-        (["--points", "--damage"], "leave --processes and --damage out"),
+        (["--points", "--damage"], "leave --processes, --damage, --errors out"),
         (["--directory", "/nowhere"], "/nowhere"),
         (["--kills", "0"], "not a positive number"),
     ],

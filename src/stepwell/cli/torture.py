@@ -42,6 +42,7 @@ def add(commands: Commands) -> None:
         "--occurrences", type=positive, default=3, metavar="N", help="with --points: arrivals at each (default 3)"
     )
     parser.add_argument("--damage", action="store_true", help="damage volumes too, between runs and while in use")
+    parser.add_argument("--errors", action="store_true", help="let system calls fail meanwhile: EIO, ENOSPC and others")
     parser.add_argument("--pages", type=positive, default=240, metavar="N", help="different pages (default 240)")
     parser.add_argument("--page-bytes", type=positive, default=4096, metavar="N", help="bytes of a page (default 4096)")
     parser.add_argument(
@@ -62,8 +63,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"--page-bytes {options.page_bytes}: give a multiple of 16 (2 layers, 2 streams, 4 tokens)")
     if options.rolling and options.processes < 2:
         parser.error("--rolling is for several processes: give --processes 2 or more")
-    if options.points and (options.processes > 1 or options.damage):
-        parser.error("--points is for one process that nobody else harms: leave --processes and --damage out")
+    if options.points and (options.processes > 1 or options.damage or options.errors):
+        parser.error("--points is for one process that nothing else harms: leave --processes, --damage, --errors out")
     folder = options.directory
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         parser.error(escaped(f"--directory {folder}: name one that is there and may be written"))

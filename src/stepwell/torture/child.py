@@ -11,6 +11,7 @@ says goes into one pipe, a line a write (ledger.py; and here):
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import os
@@ -19,15 +20,25 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 import msgspec
 import numpy as np
 
-from stepwell import Match, PageStore, Pinned, Residency, SaveOutcome, Tier, Transfer
+from stepwell import (
+    Match,
+    PageStore,
+    Pinned,
+    Residency,
+    SaveOutcome,
+    StepwellError,
+    StoreConfig,
+    Tier,
+    Transfer,
+)
 from stepwell.torture.universe import AXES, MOST_PAGES, PAGE_TOKENS, Bytes, Chain, Universe
 from stepwell.torture.world import World
 
@@ -36,6 +47,8 @@ PATIENCE: Final = 45.0  # seconds for what should take milliseconds: beyond, it 
 SCRIPT_STEPS: Final = 60  # of a child that ends by itself
 LONE_TTL: Final = 3600.0
 READER_PAUSE: Final = 0.0005  # seconds between two loads of the thread beside
+ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE)
+FAILING: Final = ("file.*", "volume.*", "file.pwrite", "file.pread", "file.open", "file.lock", "file.reserve")
 POISON: Final = 0xEE  # in the memory that is loaded into
 
 Names = dict[int, str]
@@ -207,13 +220,28 @@ class Worker:
     # ---- opening and looking ----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._store = PageStore(self._world.config(self._universe, self._epoch))
+        if self._world.has_errors and self._rng.random() < 0.3:
+            with self._failing(), suppress(StepwellError), PageStore(self._configured()):
+                pass  # a proper error, or a store that can be closed
+        self._store = PageStore(self._configured())
         self._pool = self._store.lend(self._universe.shaped(self._rows), axes=AXES)
         if self._task.sabotage:
             from stepwell.testing import hooks
 
             getattr(hooks, self._task.sabotage)(self._store)
         self._say("o")
+
+    def _configured(self) -> StoreConfig:
+        return self._world.config(self._universe, self._epoch, self._rng.getrandbits(32))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Let system calls fail, all at some points of the core, or one of them."""
+        from stepwell.testing.faults import inject
+
+        error, nth = self._rng.choice(ERRORS), self._rng.choice((0, 1, 1, 2, 4, 9))
+        with inject(self._rng.choice(FAILING), "errno", nth=nth, value=error):
+            yield
 
     def _look(self) -> Report:
         """Ask for every page, by its key and as part of its chain, and compare it."""
@@ -277,7 +305,7 @@ class Worker:
             parts = tier.free + tier.arriving + tier.resident + tier.leaving + tier.quarantined
             if parts != tier.capacity:
                 problems.append(f"{name}: the slots do not add up: {tier}")
-            if tier.quarantined and not self._world.is_damaged:
+            if tier.quarantined and not self._world.is_harmed:
                 problems.append(f"{name}: {tier.quarantined} pages are quarantined, and nobody damaged them")
         wrong = self._store.check()
         if wrong:
@@ -307,6 +335,8 @@ class Worker:
             (0.03, self._drain),
             (0.02, self._check),
         ]
+        if self._world.has_errors:
+            acts += [(0.1, self._meet_errors)]
         if self._is_alone:
             acts += [(0.012, self._turn_epoch), (0.008, self._clear), (0.01, self._open_again)]
         return acts
@@ -461,7 +491,7 @@ class Worker:
             self._pins.pop()[1].close()
 
     def _check_pins(self) -> None:
-        if self._world.is_damaged or not self._is_alone:
+        if self._world.is_harmed or not self._is_alone:
             return
         for at, pinned in self._pins:
             chain = self._universe.chains[at]
@@ -470,11 +500,20 @@ class Worker:
             if left < pinned.tokens:
                 raise FoundError("E", f"{pinned.tokens} tokens of chain {at} are pinned, {left} are left")
 
+    def _meet_errors(self) -> None:
+        """Do a few things while system calls fail: each ends in a value or a proper error, and all stays whole."""
+        acts = (self._save, self._save, self._load, self._load, self._by_keys, self._evict, self._forget, self._drain)
+        with self._failing():
+            for _ in range(self._rng.randrange(1, 6)):
+                with suppress(StepwellError):
+                    self._rng.choice(acts)()
+        self._check()
+
     def _check(self) -> None:
         self._drain()
         if self._rng.random() < 0.3:
             checked = self._store.verify()
-            if checked.damaged and not self._world.is_damaged:
+            if checked.damaged and not self._world.is_harmed:
                 raise FoundError("E", f"verify() found {checked.damaged} damaged pages, and nobody damaged them")
         if self._reader is None:
             problems = self._whole()

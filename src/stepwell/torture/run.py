@@ -53,6 +53,7 @@ class TortureOptions:
     points: bool = False
     occurrences: int = 3
     damage: bool = False
+    errors: bool = False
     minutes: float | None = None
     pages: int = 240
     page_bytes: int = 4096
@@ -66,7 +67,7 @@ class TortureOptions:
         words = [f"stepwell torture --seed {self.seed} --tiers {tiers} --world {world} --kills {KILLS_A_WORLD}"]
         words += [f"--pages {self.pages} --page-bytes {self.page_bytes}"]
         words += [f"--processes {self.processes}"] * (self.processes > 1)
-        words += [f"--{name}" for name in ("rolling", "points", "damage") if getattr(self, name)]
+        words += [f"--{name}" for name in ("rolling", "points", "damage", "errors") if getattr(self, name)]
         return " ".join(words)
 
 
@@ -188,6 +189,7 @@ class _Run:
                 shared_directory=shared,
                 processes=options.processes,
                 is_damaged=options.damage,
+                has_errors=options.errors,
             )
             life = _Life(options, world, self._universe, self._row, self._problems, self._advance)
             stack.enter_context(life.kennel)
@@ -224,7 +226,7 @@ class _Life:
         self._problems = problems
         self._advance = advance
         self._rng = random.Random(f"kills {options.seed} {world.tiers} {world.number}")
-        self._ledger = Ledger(universe, world.is_roomy, knows_gone=world.processes == 1 and not world.is_damaged)
+        self._ledger = Ledger(universe, world.is_roomy, knows_gone=world.processes == 1 and not world.is_harmed)
         self._unread: list[Line] = []
         self._noted: set[tuple[int, int]] = set()  # acknowledged pages that were counted
         self.kennel = Kennel(hears=self._hear)
@@ -462,7 +464,7 @@ class _Life:
         for problem in report.problems:
             self._note("other", problem)
         row.checksum_failures += report.checksum_failures
-        if report.checksum_failures and not self._world.is_damaged:
+        if report.checksum_failures and not self._world.is_harmed:
             self._note("other", f"{report.checksum_failures} checksums were wrong, and nobody damaged anything")
         row.acknowledged += len(ledger.acknowledged - self._noted)
         self._noted |= ledger.acknowledged
@@ -470,7 +472,7 @@ class _Life:
     def _look_at_budgets(self) -> None:
         """Compare what is in the directories with what may be."""
         for tier, path in self._world.paths.items():
-            if self._world.is_damaged or not path.exists():
+            if self._world.is_harmed or not path.exists():
                 continue
             total = inspection.inspect_directory(str(path)).total_bytes
             if total > self._world.capacities[tier]:
@@ -481,7 +483,7 @@ class _Life:
         self._wait_for_locks()
         self._look_at_budgets()
         for tier, path in self._world.paths.items():
-            if self._world.is_damaged or not (path / "directory.lock").exists():  # killed before it made any
+            if self._world.is_harmed or not (path / "directory.lock").exists():  # killed before it made any
                 continue
             try:
                 checks = list(verification.verify_directory(str(path)))
