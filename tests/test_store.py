@@ -443,10 +443,14 @@ def test_a_chain_longer_than_the_tier_is_saved_as_far_as_it_fits(open_rig: OpenR
 def test_a_save_into_pinned_memory_is_refused_with_the_numbers(open_rig: OpenRig) -> None:
     rig = open_rig(**TIERS["shared"], low_watermark=0.0)
     leases = [rig.store.match(chain(number, 8)) for number in fill(rig, Tier.SHARED)]
+    pinned = capacity(rig, Tier.SHARED)
     result = rig.save(chain(900, 3))
     assert (result.saved, result.refused) == (0, 3)
     assert result.full is not None
-    assert str(result.full) == "shared tier full: need 3 pages, 0 free, 0 evictable, 0 leaving"
+    assert str(result.full) == (
+        f"shared tier full: need 3 pages, 0 free, 0 evictable, {pinned} pinned by lookups and transfers, "
+        "0 kept by pin(), 0 leaving"
+    )
     assert rig.store.stats().refused_pages == 3
     for lease in leases:
         lease.close()

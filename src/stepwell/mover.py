@@ -403,7 +403,8 @@ class SaveResult:
 class Full:
     """Say why there was no room: a value, not an error.
 
-    tier: its name. needed: pages that found no slot. free, evictable, leaving: pages at that moment.
+    tier: its name. needed: pages that found no slot. free, evictable, leaving: pages at that moment. pinned: pages that
+    lookups and transfers hold. held: those whose last lasting copy a pin() keeps.
     """
 
     tier: str
@@ -411,9 +412,11 @@ class Full:
     free: int
     evictable: int
     leaving: int
+    pinned: int
+    held: int
 
     def __str__(self) -> str:
         return (
             f"{self.tier} tier full: need {self.needed} pages, {self.free} free, {self.evictable} evictable, "
-            f"{self.leaving} leaving"
+            f"{self.pinned} pinned by lookups and transfers, {self.held} kept by pin(), {self.leaving} leaving"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -40,6 +40,8 @@ class Room:
         self.seen: Seen | None = None
         """What was saved once, where disk writes are selective; None: every save is written through."""
         self.keeper: Keeper | None = None
+        self.end_probes: Callable[[Tier], bool] = lambda _: False
+        """Ends some of the leases of probes that hold pages of a tier; False: there are none."""
         self._growth = threading.Condition()
         # GUARDED_BY(_growth): free slots asked for since the last round; how many asked, and were answered.
         self._wanted: dict[Tier, int] = {}
@@ -121,9 +123,12 @@ class Room:
     # ---- evicting ---------------------------------------------------------------------------------------------------
 
     def make(self, tier: Tier, pages: int, *, patience: float = 0.0) -> None:
-        """See that `pages` slots are free: memory that was not taken yet comes first, then pages of lowest rank leave.
+        """See that `pages` slots are free: memory that was not taken yet comes first, then pages of lowest rank leave,
+        then the leases of probes end.
 
-        Both happen ahead of need in the background; this is for what comes faster than that.
+        The first two happen ahead of need in the background; this is for what comes faster than that. A probe's lease
+        is a courtesy: whoever asks for every key again and again would keep every page for ever
+        (kvcache-ai/Mooncake#2187).
 
         Args:
             patience: seconds to wait for the keeper to take memory, where there may be some.
@@ -132,6 +137,8 @@ class Room:
         while (lacking := pages - self._index.claimable(tier)) > 0:
             if not self._grows(tier, pages, give_up_at - time.monotonic()):
                 self.evict(tier, lacking)
+                while (lacking := pages - self._index.claimable(tier)) > 0 and self.end_probes(tier):
+                    self.evict(tier, lacking)
                 self.wake_keeper()
                 return
 
@@ -199,6 +206,8 @@ class Room:
             free=counts["free"],
             evictable=max(0, counts["resident"] - counts["pinned"] - counts["held"]),
             leaving=counts["leaving"],
+            pinned=counts["pinned"],
+            held=counts["held"],
         )
 
     # ---- quarantine -------------------------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ _VERIFY_PAGES: Final = 64
 _GROWTH_SECONDS: Final = 2.0
 """What a save waits at most for memory that was not taken yet: rather that than evict, or refuse, beside free capacity.
 Measured: 64 MiB of tmpfs are taken in 20 ms."""
+_MOST_LEASES: Final = 4096
+"""Leases of probes at a time; with one more the oldest ends."""
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
 _RECORDS_AHEAD: Final = 8192
 """Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
@@ -129,10 +131,12 @@ class PageStore:
         self._index.set_epoch(self._epoch.number)
         self._counters = Counters()
         self._namespaces: dict[bytes | None, int] = {}
-        self._leases: list[tuple[float, Match]] = []
+        self._leases: list[tuple[float, Match]] = []  # of probes, the oldest first
         _core.guard_install()
         self._tiers: dict[Tier, PageTier] = {}
         self._room = room = Room(self._index, self._tiers, self._counters)
+        probes = weakref.WeakMethod(self._end_probes)
+        room.end_probes = lambda tier: (end := probes()) is not None and end(tier)
         pinnable = config.pin_fraction
         self._pins = Pins(self._index, self._clock, lambda: room.pinnable(pinnable), self._page_tokens)
         self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
@@ -358,7 +362,8 @@ class PageStore:
 
         Args:
             keys: uint8[n, k] with k <= 64, or bytes of one length. kind: the kind byte.
-            lease: seconds for which the pages found stay pinned, so that a load_keys that follows finds them.
+            lease: seconds for which the pages found stay pinned, so that a load_keys that follows finds them. It ends
+                before where a tier needs the room and has nothing else to give, the oldest lease first.
             readahead: start bringing pages that are only on disk into shared memory at once.
 
         Returns:
@@ -378,6 +383,9 @@ class PageStore:
         if result.pages and lease > 0:
             with self._lock:
                 self._leases.append((self._clock.monotonic() + lease, match))
+                oldest = self._leases.pop(0)[1] if len(self._leases) > _MOST_LEASES else None
+            if oldest is not None:
+                oldest.close()
         else:
             match.close()
         return Probe(result.pages, tiers)
@@ -958,6 +966,17 @@ class PageStore:
             if known is None:
                 known = self._namespaces[seed] = self._index.open_namespace(seed)
         return known, seed
+
+    def _end_probes(self, tier: Tier) -> bool:
+        """End the older half of the probe leases that hold pages of a tier. False: there are none."""
+        with self._lock:
+            holding = [match for _, match in self._leases if tier in match.tiers]
+            ending = holding[: (len(holding) + 1) // 2]
+            chosen = set(map(id, ending))
+            self._leases = [each for each in self._leases if id(each[1]) not in chosen]
+        for match in ending:
+            match.close()
+        return bool(ending)
 
     @staticmethod
     def _tally(outcomes: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
