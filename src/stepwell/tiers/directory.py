@@ -188,7 +188,8 @@ class DirectoryView:
     unusable: volumes whose lock name is no regular file of ours, left alone.
     unreadable: orphans whose header could not be read this time.
     lost_ids: volumes of ours that another process holds too, because somebody removed the lock's
-    name: to be given back at once, nothing more may be written to them.
+    name, or whose files somebody removed: to be given back at once, nothing more may be written to
+    them.
     left_ids: orphans of our fingerprint that have been seen as such for ORPHAN_PATIENCE_NS.
     """
 

@@ -67,8 +67,9 @@ class Found:
 
     orphans: oldest first. held_by_others: volumes of living neighbours. unusable: volumes whose
     lock cannot be one.
-    lost: volumes of ours whose lock name is another file now, held by another. renewed: new locks
-    of volumes of ours whose lock file somebody had removed; the caller's.
+    lost: volumes of ours whose lock name is another file now, held by another. gone: those whose files
+    somebody removed. renewed: new locks of volumes of ours whose lock file somebody had removed; the
+    caller's.
     """
 
     listing: Listing = field(default_factory=Listing)
@@ -77,6 +78,7 @@ class Found:
     held_by_others: int = 0
     unusable: int = 0
     lost: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
     renewed: dict[str, _core.Descriptor] = field(default_factory=dict)
 
     @property
@@ -187,7 +189,15 @@ class Scanner:
                 self._look_at_process(found, process_id)
 
     def _look_after(self, found: Found, volume_id: str, lock: _core.Descriptor) -> None:
-        """Lock a volume of ours anew if somebody removed its lock (a cleaner of old files)."""
+        """Lock a volume of ours anew if somebody removed its lock (a cleaner of old files).
+
+        One whose files were removed is gone: open, they take room that nobody counts, and the next process finds
+        nothing of them.
+        """
+        names = found.listing.volumes.get(volume_id)
+        if names is None or not names.is_whole:
+            found.gone.append(volume_id)
+            return
         path = f"{self.directory}/v-{volume_id}.lock"
         if is_current(lock, path):
             return

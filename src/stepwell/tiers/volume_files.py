@@ -56,6 +56,12 @@ class VolumeNames:
         name = f"v-{self.volume_id}.pages"
         return name if name in self.files else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files of a volume are there by name."""
+        name = self.metadata_name
+        return name is not None and (name.endswith(".vol") or self.pages_name is not None)
+
     def leftovers(self) -> list[str]:
         """Return the files of no volume: half born, half removed, or pages without metadata."""
         complete = {self.metadata_name, self.pages_name} if self.metadata_name else set()

@@ -503,13 +503,14 @@ class VolumeTier:
         return False
 
     def _leave_lost(self, index: Index) -> None:
-        """Take volumes out of service that another process holds too, because somebody removed the lock's name."""
+        """Take volumes out of service whose files somebody removed, or their lock's name, so that another process has
+        them too."""
         lost = set(self._directory.view.lost_ids)
         for member in self._members.values():
             if member.held.volume_id in lost and not member.is_leaving:
                 _LOG.warning(
-                    "%s tier: the lock file of volume %s was removed and another process took the volume; "
-                    "letting it go",
+                    "%s tier: files of volume %s were removed by somebody, or its lock file was and another process took "
+                    "the volume; letting it go",
                     self._tier.name.lower(),
                     member.held.volume_id,
                 )

@@ -832,5 +832,5 @@ def _view_of(found: Found) -> DirectoryView:
         odd=len(found.listing.odd),
         unusable=found.unusable,
         unreadable=sum(orphan.header is None for orphan in found.orphans),
-        lost_ids=tuple(found.lost),
+        lost_ids=(*found.lost, *found.gone),
     )
