@@ -48,6 +48,18 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> to_numpy(std::vector<T> values, size_t ro
   return nb::ndarray<nb::numpy, T, nb::ndim<2>>(owned->data(), 2, shape, owner);
 }
 
+// Makes what unmaps, closes or frees much when it ends: that takes as long as the kernel likes, and other Python threads
+// run on meanwhile (LMCache/LMCache#4676: a destructor that waited with the GIL stopped the server). For nb::new_: the
+// last reference is Python's, so the deleter has the GIL to let go of.
+template <typename T, typename... Args>
+std::shared_ptr<T> made_to_end_without_gil(Args&&... args) {
+  auto made = std::make_unique<T>(std::forward<Args>(args)...);
+  return std::shared_ptr<T>(made.release(), [](T* ending) {
+    const nb::gil_scoped_release release;
+    const std::unique_ptr<T> owned(ending);
+  });
+}
+
 // What Python calls a Pool. The layout is shared in C++ alone: a worker that lets go of it last must not need the GIL.
 struct PoolHandle {
   std::shared_ptr<const PoolLayout> layout;

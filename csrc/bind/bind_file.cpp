@@ -160,7 +160,7 @@ void bind_recorder(nb::module_& module) {
 void bind_file(nb::module_& module) {
   bind_recorder(module);
   nb::class_<Descriptor>(module, "Descriptor", "Own one descriptor; a forked child finds it closed.")
-      .def(nb::init<int>(), nb::arg("fd"))
+      .def(nb::new_(&made_to_end_without_gil<Descriptor, int>), nb::arg("fd"))
       .def("fileno", &fileno_of, "Return the number. Raises ValueError once closed, detached, or in a forked child.")
       .def("detach", &detach, "Return the number and give up owning it; it stays registered for its next owner.")
       .def("close", &Descriptor::reset, nb::call_guard<nb::gil_scoped_release>(), "Close it, if it is open.")

@@ -165,7 +165,7 @@ void bind_index(nb::module_& module) {
 
   nb::class_<Index> index(module, "Index",
                           "Tokens and keys -> pages; residency, slots, claims, pins, rank. See csrc/index.h.");
-  index.def(nb::init<uint32_t>(), nb::arg("page_tokens"))
+  index.def(nb::new_(&made_to_end_without_gil<Index, uint32_t>), nb::arg("page_tokens"))
       .def_prop_ro("page_tokens", &Index::page_tokens)
       // ---- slots
       .def(

@@ -289,7 +289,7 @@ void bind_slab(nb::module_& module) {
       .def(nb::init<>());
   bind_medium(module);
   nb::class_<Slab, Medium> slab(module, "Slab", "Private host memory: fixed slots of one page.");
-  slab.def(nb::init<const PageShape&, uint32_t>(), nb::arg("shape"), nb::arg("slots"))
+  slab.def(nb::new_(&made_to_end_without_gil<Slab, const PageShape&, uint32_t>), nb::arg("shape"), nb::arg("slots"))
       .def_prop_ro("slot_bytes", &Slab::slot_bytes)
       .def_prop_ro("slots", &Slab::slots)
       .def(
@@ -317,25 +317,22 @@ void bind_volumes(nb::module_& module) {
 
   nb::class_<Volume, Medium> volume(module, "Volume", "One shared or disk volume, opened by its one writer.");
   volume
-      .def(
-          "__init__",
-          [](Volume* self, const PageShape& shape, const VolumeHeader& header, int metadata_fd, int pages_fd,
-             bool direct_io, bool durable) {
-            Descriptor metadata(metadata_fd);
-            Descriptor pages(pages_fd);
-            try {
-              new (self) Volume(shape, header, std::move(metadata), std::move(pages), direct_io,
-                                durable ? Durability::kPower : Durability::kProcess);
-            } catch (const std::system_error& error) {
-              raise_os_error(error.code().value());
-            }
-          },
-          nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
-          nb::arg("direct_io") = false, nb::arg("durable") = false,
-          "Open the files of a complete volume; durable: what is written survives power loss. Takes ownership of both "
-          "descriptors, also where it raises: OSError "
-          "where "
-          "a system call failed, RuntimeError where the volume is damaged or another's.")
+      .def(nb::new_([](const PageShape& shape, const VolumeHeader& header, int metadata_fd, int pages_fd,
+                       bool direct_io, bool durable) {
+             Descriptor metadata(metadata_fd);
+             Descriptor pages(pages_fd);
+             try {
+               return made_to_end_without_gil<Volume>(shape, header, std::move(metadata), std::move(pages), direct_io,
+                                                      durable ? Durability::kPower : Durability::kProcess);
+             } catch (const std::system_error& error) {
+               raise_os_error(error.code().value());
+             }
+           }),
+           nb::arg("shape"), nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
+           nb::arg("direct_io") = false, nb::arg("durable") = false,
+           "Open the files of a complete volume; durable: what is written survives power loss. Takes ownership of both "
+           "descriptors, also where it raises: OSError where a system call failed, RuntimeError where the volume is "
+           "damaged or another's.")
       .def_prop_ro(
           "header", [](const Volume& self) { return self.header(); }, "A copy of the header.")
       .def("recover", &recover, nb::arg("epoch"),
