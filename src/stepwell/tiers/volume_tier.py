@@ -103,6 +103,7 @@ class VolumeTier:
         self._recency_seconds = recency_seconds
         self._is_durable = isinstance(config, DiskTier) and config.durability == "power"
         self._set = _core.VolumeSet(tier is Tier.DISK, durable=self._is_durable)
+        self._wants_direct_io = isinstance(config, DiskTier) and config.direct_io
         self._members: dict[int, Member] = {}
         self._stop = _core.StopFlag()
         self._recovered_pages = 0
@@ -196,8 +197,15 @@ class VolumeTier:
         return Recovered(pages, freed)
 
     def _say_where_it_lies(self) -> None:
-        """Warn of a shared tier that is no memory and of a disk tier that is: they work, and not as one would think."""
+        """Warn of a shared tier that is no memory, of a disk tier that is, and of one that cannot do what it was asked:
+        they work, and not as one would think."""
         path, is_in_memory = self._directory.path, self._directory.is_in_memory
+        if self._wants_direct_io and not self._directory.direct_io:
+            _LOG.warning(
+                "disk tier: the file system of %s has no direct I/O: pages go through the page cache, whose memory counts "
+                "against a container's limit. Set disk.path on another one, or disk.direct_io to false",
+                path,
+            )
         if self._tier is Tier.SHARED and not is_in_memory:
             _LOG.warning(
                 "shared tier: %s is on no tmpfs: its pages are written to that file system too. Set shared.path below "
