@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from case_kit import CASE_GEOMETRY, Box, config_of, tokens_of
+from case_kit import Box, config_of, tokens_of
 from sequence_kit import PAGE_TOKENS, StampEngine, evict_all, prompt
 from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
@@ -156,12 +156,11 @@ def test_a_batch_is_not_completed_by_what_is_left_of_a_failed_one(open_rig: Open
     pool = rig.store.lend(other.reshape(8, 2, 2, 4, 2, 32), axes="slot layer stream token head dim")
     rig.save(chain(1, 8))
     rig.save(chain(2, 8))
-    with rig.store.match(chain(2, 8)) as match:
-        with inject("file.pread", "errno", nth=read_of(3), value=errno.EIO):
-            failing = rig.start_load(chain(1, 8))
-            following = rig.store.load(match, into=pool[:])
-            assert failing.wait(30.0)
-            assert following.wait(30.0)
+    with rig.store.match(chain(2, 8)) as match, inject("file.pread", "errno", nth=read_of(3), value=errno.EIO):
+        failing = rig.start_load(chain(1, 8))
+        following = rig.store.load(match, into=pool[:])
+        assert failing.wait(30.0)
+        assert following.wait(30.0)
     assert int((~failing.ok).sum()) + int((~following.ok).sum()) == 1
     assert np.array_equal(rig.rows[:8][failing.ok], stamps(chain(1, 8))[failing.ok])
     assert np.array_equal(other[following.ok], stamps(chain(2, 8))[following.ok])
@@ -237,7 +236,3 @@ def test_a_save_that_gave_up_binds_its_key_to_no_slot(make_engine: MakeEngine) -
     engine.settle(found)
     assert found.ready == 4
     engine.verify(found)
-
-
-def test_a_page_of_512_bytes_is_what_the_cases_speak_of() -> None:
-    assert CASE_GEOMETRY.page_bytes == 512

@@ -193,7 +193,7 @@ def test_no_read_of_any_kind_is_of_a_page_that_left_meanwhile(open_rig: OpenRig,
 
 @pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
 def test_a_key_is_seen_only_once_its_bytes_are_there(open_rig: OpenRig, tier: Tier) -> None:
-    """C017, kvcache-ai/Mooncake#2799: keys were visible before their bytes were written, and stayed when that failed."""
+    """C017, kvcache-ai/Mooncake#2799: keys were there before their bytes were, and stayed when these failed."""
     rig = open_rig(**{"shared": 0, "disk": 0, tier.name.lower(): VOLUME_BYTES})
     stop = threading.Event()
     hits: list[int] = []

@@ -16,7 +16,7 @@ from sequence_kit import StampEngine, evict_all, prompt
 from stepwell.index import Tier
 from stepwell.mover import Inbox
 from stepwell.testing.faults import fail_each, inject, reached, resume, wait_paused
-from store_kit import PAGE_BYTES, VOLUME_BYTES, Directories, Rig, chain, stamps
+from store_kit import VOLUME_BYTES, Directories, Rig, chain, stamps
 
 OpenRig = Callable[..., Rig]
 MakeEngine = Callable[..., StampEngine]
@@ -67,7 +67,7 @@ def test_a_load_goes_past_a_full_memory(open_rig: OpenRig) -> None:
 def test_opening_and_closing_in_every_way_leaves_no_thread(open_rig: OpenRig, directories: Directories) -> None:
     """C067, kvcache-ai/Mooncake#2115: a thread that was not joined ended the process at every clean shutdown.
 
-    36 rounds of six ways; 200 rounds of one: tests/test_store_faults.py::test_opening_and_closing_200_times_leaks_nothing.
+    36 rounds of six ways; 200 of one: tests/test_store_faults.py::test_opening_and_closing_200_times_leaks_nothing.
     """
     before = len(os.listdir("/proc/self/task"))
     for number in range(36):
@@ -194,7 +194,9 @@ BLOCKING: dict[str, Callable[[Rig], object]] = {
 
 
 @pytest.mark.parametrize("call", BLOCKING)
-def test_nothing_holds_the_interpreter_while_it_stands_in_io(directories: Directories, no_leaks: None, call: str) -> None:
+def test_nothing_holds_the_interpreter_while_it_stands_in_io(
+    directories: Directories, no_leaks: None, call: str
+) -> None:
     """C069, LMCache/LMCache#4676: a destructor that waited for I/O held the GIL, and with it the whole server.
 
     If one did, this thread could not let the I/O go on, and the test would never end.
@@ -218,7 +220,7 @@ def test_nothing_holds_the_interpreter_while_it_stands_in_io(directories: Direct
         rig.close()
 
 
-@pytest.mark.parametrize("point", ["file.unmap", "file.close", "file.pwrite", "file.unlink", "file.lock", "file.truncate"])
+@pytest.mark.parametrize("point", ["file.unmap", "file.close", "file.pwrite", "file.unlink", "file.lock"])
 @pytest.mark.parametrize("how", ["close", "drop the store"])
 def test_every_system_call_of_a_close_is_made_without_the_interpreter(
     directories: Directories, no_leaks: None, point: str, how: str
@@ -283,4 +285,3 @@ def test_python_runs_while_another_thread_waits(open_rig: OpenRig) -> None:
     waiter.join()
     assert waited == [True]
     assert np.array_equal(rig.rows[:4], stamps(chain(1, 4)))
-    assert PAGE_BYTES == rig.rows.shape[1]

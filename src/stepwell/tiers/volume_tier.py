@@ -202,8 +202,8 @@ class VolumeTier:
         path, is_in_memory = self._directory.path, self._directory.is_in_memory
         if self._wants_direct_io and not self._directory.direct_io:
             _LOG.warning(
-                "disk tier: the file system of %s has no direct I/O: pages go through the page cache, whose memory counts "
-                "against a container's limit. Set disk.path on another one, or disk.direct_io to false",
+                "disk tier: the file system of %s has no direct I/O: pages go through the page cache, whose memory "
+                "counts against a container's limit. Set disk.path on another one, or disk.direct_io to false",
                 path,
             )
         if self._tier is Tier.SHARED and not is_in_memory:
@@ -517,8 +517,8 @@ class VolumeTier:
         for member in self._members.values():
             if member.held.volume_id in lost and not member.is_leaving:
                 _LOG.warning(
-                    "%s tier: files of volume %s were removed by somebody, or its lock file was and another process took "
-                    "the volume; letting it go",
+                    "%s tier: files of volume %s were removed by somebody, or its lock file was and another process "
+                    "took the volume; letting it go",
                     self._tier.name.lower(),
                     member.held.volume_id,
                 )
