@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell import _core
+from stepwell.tiers.volume_files import header_checksum
 from store_kit import Directories
 
 CHILD = Path(__file__).with_name("mutation_child.py")
@@ -237,7 +238,7 @@ class Mutator:
                 return None
             for _ in range(self.rng.randrange(1, 3)):
                 self._change_field(header, HEADER)
-            header[4092:] = struct.pack("<I", _core.crc32c(bytes(header[:4092])))
+            header[4092:] = struct.pack("<I", header_checksum(bytes(header)))
             os.pwrite(fd, header, 0)
         return "header forged"
 
@@ -367,7 +368,7 @@ class Mutator:
             header[16:32] = number
             if self.rng.random() < 0.4:
                 self._change_field(header, HEADER)
-            header[4092:] = struct.pack("<I", _core.crc32c(bytes(header[:4092])))
+            header[4092:] = struct.pack("<I", header_checksum(bytes(header)))
             with open(copy.with_name("aside"), "r+b") as file:
                 file.write(header)
         os.rename(copy.with_name("aside"), copy)

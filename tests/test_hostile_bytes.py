@@ -154,8 +154,9 @@ def test_any_stream_is_remembered_within_bounds_or_a_value_error(stream: bytes) 
 
 PIECES = st.lists(
     st.sampled_from(
-        ["[geometry]\n", "[shared]\n", "[disk]\n", "[host]\n", "host = ", "shared.", "path = ", "capacity = ", "layers = ", '"1GiB"\n',
-         "1\n", "-1\n", "1e400\n", "nan\n", "true\n", "[" * 40, "]" * 40, "{a={a=", "'''", '"""', "\\u0000", "= ", "\n", "#", "\x00", "9" * 400 + "\n", "1979-05-27\n"]
+        ["[geometry]\n", "[shared]\n", "[disk]\n", "[host]\n", "host = ", "shared.", "path = ", "capacity = ",
+         "layers = ", '"1GiB"\n', "1\n", "-1\n", "1e400\n", "nan\n", "true\n", "[" * 40, "]" * 40, "{a={a=", "'''",
+         '"""', "\\u0000", "= ", "\n", "#", "\x00", "9" * 400 + "\n", "1979-05-27\n"]
     ),
     max_size=20,
 ).map("".join)  # fmt: skip

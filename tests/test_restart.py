@@ -27,6 +27,7 @@ from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.tiers import volume_tier
 from stepwell.tiers.directory import Machine
+from stepwell.tiers.volume_files import header_checksum
 from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain
 
 HERE = Path(__file__).parent
@@ -195,7 +196,7 @@ def patch_header(path: Path, at: int, value: bytes) -> None:
     """Change a header so that its checksum is right."""
     data = bytearray(path.read_bytes()[:4096])
     data[at : at + len(value)] = value
-    data[4092:] = _core.crc32c(bytes(data[:4092])).to_bytes(4, "little")
+    data[4092:] = header_checksum(bytes(data)).to_bytes(4, "little")
     with path.open("r+b") as file:
         file.write(data)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from stepwell import _core, inspection, verification
 from stepwell.tiers.reader import Lock
-from stepwell.tiers.volume_files import list_directory
+from stepwell.tiers.volume_files import header_checksum, list_directory
 
 FINGERPRINT = bytes(range(32))
 FREE = Lock(False, "")
@@ -17,7 +17,7 @@ FREE = Lock(False, "")
 
 def sealed(header: bytes) -> bytes:
     """Return a header of 4096 bytes with the checksum that belongs to it: the boot id counts as zeros."""
-    return header[:-4] + _core.crc32c(header[:160] + bytes(16) + header[176:-4]).to_bytes(4, "little")
+    return header[:-4] + header_checksum(header).to_bytes(4, "little")
 
 
 class Volume:

@@ -19,9 +19,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
-from stepwell import _core
 from stepwell.tiers.directory import Header
-from stepwell.tiers.volume_files import FORMAT_VERSION, HEADER_BYTES
+from stepwell.tiers.volume_files import FORMAT_VERSION, HEADER_BYTES, header_checksum
 
 _LOG = logging.getLogger("stepwell")
 MOST_SAID: Final = 1024
@@ -51,7 +50,7 @@ def header_reason(data: bytes, metadata_bytes: int, pages_bytes: int, wrong: str
     """Return reason and text for a header that is not right: `wrong` says what the check found."""
     if len(data) < HEADER_BYTES:
         return "truncated", f"its metadata file ends after {len(data)} bytes, within the header"
-    is_whole = data[:8] == b"STEPWELV" and int.from_bytes(data[-4:], "little") == _core.crc32c(data[:-4])
+    is_whole = data[:8] == b"STEPWELV" and int.from_bytes(data[-4:], "little") == header_checksum(data)
     if not is_whole or int.from_bytes(data[8:12], "little") != FORMAT_VERSION:
         return "header", wrong
     for name, size, at in (("metadata", metadata_bytes, 144), ("pages", pages_bytes, 152)):

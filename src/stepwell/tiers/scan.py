@@ -22,6 +22,7 @@ from stepwell.tiers.volume_files import (
     HEADER_BYTES,
     Listing,
     VolumeNames,
+    header_checksum,
     list_directory,
     open_ours,
     read_header,
@@ -144,15 +145,12 @@ class ColdError(ValueError):
 
 
 def is_other_format(data: bytes) -> bool:
-    """Tell whether a header is a whole one of another format version: magic right, its own checksum right.
-
-    The checksum is as in FORMAT.md 2.1: the boot id counts as zeros.
-    """
+    """Tell whether a header is a whole one of another format version: magic right, its own checksum right."""
     return (
         len(data) == HEADER_BYTES
         and data[:8] == b"STEPWELV"
         and int.from_bytes(data[8:12], "little") != FORMAT_VERSION
-        and int.from_bytes(data[-4:], "little") == _core.crc32c(data[:160] + bytes(16) + data[176:-4])
+        and int.from_bytes(data[-4:], "little") == header_checksum(data)
     )
 
 

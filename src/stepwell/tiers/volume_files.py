@@ -162,6 +162,11 @@ def write_all(fd: int, data: bytes, offset: int) -> None:
         done += moved
 
 
+def header_checksum(header: bytes) -> int:
+    """Return the checksum that belongs into a header of 4096 bytes, FORMAT.md 2.1: the boot id counts as zeros."""
+    return _core.crc32c(header[:160] + bytes(16) + header[176:-4])
+
+
 def read_header(directory: str, name: str) -> bytes:
     """Return the first 4096 bytes of a volume's metadata, fewer where the file is shorter.
 
