@@ -50,7 +50,8 @@ def test_a_record_that_wants_the_world_asks_for_no_more_than_what_lacks(
 ) -> None:
     record = process_file.decode(ProcessRecord(*head, *sizes).encode())
     assert record is not None
-    assert wanted_of(record) == min(record.want_bytes, max(record.floor_bytes - record.held_bytes, 0))
+    lacking = max(min(record.floor_bytes, record.capacity_bytes) - record.held_bytes, 0)
+    assert wanted_of(record) == min(record.want_bytes, lacking)
     assert record.excess_bytes >= 0
 
 
