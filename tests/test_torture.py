@@ -74,18 +74,22 @@ def test_a_store_that_does_not_is_found_out(tmp_path: Path, sabotage: str, verdi
     assert f"--seed {seed} --tiers shared --world " in result["problems"][0]["again"]
 
 
-PATIENT = """
+STRANGE = """
 import sys, threading
 from stepwell.torture import child, kennel
 def hang(self):
+    self._say("t")
     threading.Event().wait()
 def leave(self):
     child.os._exit(7)
 def crash(self):
     child.os.kill(child.os.getpid(), child.signal.SIGSEGV)
+def wait_for(self, one, what):
+    self.hear(60, lambda: "t" in one.said or one.is_over)
+    kennel.PATIENCE = 0.1
+    return patient(self, one, what)
+patient, kennel.Kennel.wait_for = kennel.Kennel.wait_for, wait_for
 child.Worker._live = {what}
-kennel.PATIENCE = 0.2
-kennel.STACK_SECONDS = 0.2
 from stepwell import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -96,7 +100,7 @@ sys.exit(cli.main(sys.argv[1:]))
     [("hang", ["hangs", "in hang", "threading.py"]), ("leave", ["status 7"]), ("crash", ["status -11", "in crash"])],
 )
 def test_a_child_that_hangs_or_ends_by_itself_is_told_of(tmp_path: Path, what: str, told: list[str]) -> None:
-    code, result, said = run(tmp_path, "--points", "--world", "0", "--tiers", "disk", program=PATIENT.format(what=what))
+    code, result, said = run(tmp_path, "--points", "--world", "0", "--tiers", "disk", program=STRANGE.format(what=what))
     assert code == 1, said
     assert result["rows"][0]["other"] > 0
     for words in told:

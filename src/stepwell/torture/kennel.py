@@ -20,7 +20,7 @@ from stepwell.torture.universe import Universe
 from stepwell.torture.world import World
 
 PATIENCE: Final = 90.0  # seconds without the line that is waited for: the child hangs
-STACK_SECONDS: Final = 3.0
+STACK_SECONDS: Final = 5.0
 _DEATH_SIGNAL: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -166,7 +166,9 @@ class Kennel:
         at = child.errors.seek(0, os.SEEK_END)
         os.kill(child.pid, signal.SIGCONT)
         os.kill(child.pid, signal.SIGUSR1)
-        self.hear(STACK_SECONDS)
+        end, size = time.monotonic() + STACK_SECONDS, -1
+        while size != (size := child.errors.seek(0, os.SEEK_END)) or (size == at and time.monotonic() < end):
+            self.hear(0.1)  # until nothing more comes
         child.errors.seek(at)
         text = [child.errors.read().decode(errors="replace")]
         for task in sorted(Path(f"/proc/{child.pid}/task").iterdir()):
