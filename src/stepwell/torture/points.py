@@ -21,6 +21,7 @@ POINTS: Final = (
     "file.stat",
     "file.statfs",
     "file.sync",
+    "file.sync_directory",
     "file.truncate",
     "file.unlink",
     "file.unlock",
@@ -30,14 +31,22 @@ POINTS: Final = (
     "mover.before_copy",
     "mover.unit",
     "volume.after_bytes",
+    "volume.after_bytes_sync",
     "volume.after_checksums",
     "volume.after_publish",
     "volume.after_record",
     "volume.after_ring",
+    "volume.after_sync",
     "volume.begin",
     "volume.odd",
     "volume.retire",
+    "volume.settle",
 )
+
+POWER_POINTS: Final = frozenset(
+    ("file.sync", "file.sync_directory", "volume.after_bytes_sync", "volume.after_sync", "volume.settle")
+)
+"""Those on the way of durability "power" alone, or mostly."""
 
 
 def occurrences(most: int) -> list[int]:

@@ -26,7 +26,7 @@ from stepwell.torture.child import SCRIPT_STEPS, Report, Task
 from stepwell.torture.damage import damage
 from stepwell.torture.kennel import Child, Kennel
 from stepwell.torture.ledger import Ledger, Line
-from stepwell.torture.points import POINTS, occurrences
+from stepwell.torture.points import POINTS, POWER_POINTS, occurrences
 from stepwell.torture.results import MOST_PROBLEMS, Problem, Result, Row
 from stepwell.torture.universe import Universe
 from stepwell.torture.world import ARRANGEMENTS, Tiers, World
@@ -163,7 +163,7 @@ class _Run:
             self._row.points[point] = 0
             for anew in (True, False):
                 self._row.worlds += 1
-                with self._world(2 * number) as life:
+                with self._world(2 * number, is_durable=point in POWER_POINTS) as life:
                     life.die_at(point, anew=anew)
         return self._row
 
@@ -172,7 +172,7 @@ class _Run:
         return max(3, min(KILLS_A_WORLD, -(-kills // 4)))
 
     @contextmanager
-    def _world(self, number: int) -> Iterator[_Life]:
+    def _world(self, number: int, *, is_durable: bool = False) -> Iterator[_Life]:
         options = self._options
         with ExitStack() as stack:
             disk = Path(tempfile.mkdtemp(prefix="stepwell-torture-", dir=options.directory))
@@ -190,6 +190,7 @@ class _Run:
                 processes=options.processes,
                 is_damaged=options.damage,
                 has_errors=options.errors,
+                is_durable=is_durable,
             )
             life = _Life(options, world, self._universe, self._row, self._problems, self._advance)
             stack.enter_context(life.kennel)

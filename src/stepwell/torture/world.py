@@ -23,7 +23,7 @@ class World:
     lost; else pages leave all the time, and volumes too where there are several processes. volumes: how many each
     process's part of the capacity is taken in; 1: for ever, else each start chooses anew, as it does all that may
     differ from one start to the next. has_reader: a thread loads beside the one that does everything else. is_damaged,
-    has_errors: files are damaged, system calls fail.
+    has_errors: files are damaged, system calls fail. is_durable: every start has durability "power", else some have.
     """
 
     number: int
@@ -36,6 +36,7 @@ class World:
     is_roomy: bool
     is_damaged: bool
     has_errors: bool
+    is_durable: bool
     processes: int
     volumes: int
     selective: bool
@@ -54,6 +55,7 @@ class World:
         processes: int,
         is_damaged: bool,
         has_errors: bool,
+        is_durable: bool,
     ) -> World:
         """Choose a world by its number and the run's seed; every second one is roomy."""
         rng = random.Random(f"world {seed} {tiers} {number}")
@@ -69,6 +71,7 @@ class World:
             is_roomy=is_roomy,
             is_damaged=is_damaged,
             has_errors=has_errors,
+            is_durable=is_durable,
             processes=processes,
             volumes=rng.choice((1, 3)),
             selective=tiers == "both" and rng.random() < 0.25,
@@ -112,6 +115,7 @@ class World:
                 share=volume,
                 direct_io=rng.random() < 0.7,
                 write="selective" if self.selective else "through",
+                durability="power" if rng.random() < 0.3 or self.is_durable else "process",
             )
         return StoreConfig(
             geometry=universe.geometry,
