@@ -361,7 +361,7 @@ def whole_volume_lines(volume: VolumeReport) -> Iterator[str]:
     )
     epochs = ", ".join(f"{pages} of epoch {epoch}" for epoch, pages in slots.epochs[:4])
     more = ", ..." if len(slots.epochs) > 4 else ""
-    recency = f", recency {slots.first_stamp} to {slots.last_stamp}" if slots.last_stamp else ""
+    recency = f", last used {age(slots.first_stamp)} to {age(slots.last_stamp)}" if slots.last_stamp else ""
     wrong = f", {slots.damaged} damaged records" if slots.damaged else ""
     worn = f", {slots.worn} worn out" if slots.worn else ""
     yield (

@@ -229,7 +229,8 @@ class Slots:
     """What the slots of a volume hold: resident + odd + never_written + worn + damaged = all.
 
     odd: free, or being written. worn: never used again, their generation is at its limit. damaged: their record is
-    none. epochs: (epoch, pages), at most 64. first_stamp, last_stamp: the range of recency, in uses (0: unknown).
+    none. epochs: (epoch, pages), at most 64. first_stamp, last_stamp: when the page used longest ago and the one used
+    last were used, ns since 1970 (0: unknown; small numbers count uses, in a volume of an older version).
     Which pages a living process holds in quarantine it knows alone: `Stats` says it.
     """
 
