@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -30,8 +29,8 @@ class Rounds:
 
 
 @pytest.fixture
-def rounds() -> Iterator[Rounds]:
-    yield Rounds()
+def rounds() -> Rounds:
+    return Rounds()
 
 
 def test_a_use_brings_rounds_that_idleness_does_not(rounds: Rounds) -> None:
