@@ -25,6 +25,10 @@ constexpr int kCopyQueue = 0;
 constexpr int kIoQueue = 1;
 constexpr int kQueues = 2;
 constexpr double kLongestWait_s = 1e8;
+// How much may wait while units that write more are queued: by then a sync is shared by enough, or its 1 to 3 ms (as
+// measured) matter less than the wait.
+constexpr size_t kMostSettling = 256;
+constexpr std::chrono::milliseconds kLongestUnsettled{5};
 
 Tier tier_of(int column) { return static_cast<Tier>(column); }
 
@@ -160,6 +164,8 @@ struct Mover::Impl {
   void end_unit(const Unit& unit) noexcept;
   void end_stage(const std::shared_ptr<Transfer>& transfer, int ended) noexcept;
   void settle_later(const Settling& stage) noexcept;
+  bool may_settle() const;
+  void settle_round(const std::vector<Settling>& round) noexcept;
   void settle(const std::vector<Settling>& round, int column);
   void end_settling(const Settling& stage) noexcept;
   void settle_unit(const Unit& unit) noexcept;
@@ -199,8 +205,9 @@ struct Mover::Impl {
   std::array<WeightedQueue<Unit>, kQueues> queues;
   std::unordered_map<const Transfer*, std::shared_ptr<Transfer>> live;  // submitted, not ended
   bool closed = false;
-  std::vector<Settling> settling;
-  bool is_settling = false;  // a worker does rounds of it
+  std::vector<Settling> settling;  // waits to be settled
+  bool is_settling = false;        // a worker does it
+  std::chrono::steady_clock::time_point settling_since;
 
   Worker stepped;                     // of step(), with 0 threads
   std::vector<std::jthread> threads;  // last: joined before anything above goes
@@ -312,7 +319,8 @@ void Mover::Impl::work(std::stop_token stop, int queue, const std::string& name)
     {
       std::unique_lock lock(queue_mutex);
       auto& mine = queues[static_cast<size_t>(queue)];
-      if (!work_waits[static_cast<size_t>(queue)].wait(lock, stop, [&] { return mine.size() > 0; })) return;
+      const auto has_work = [&] { return mine.size() > 0 || (queue == kIoQueue && !settling.empty() && !is_settling); };
+      if (!work_waits[static_cast<size_t>(queue)].wait(lock, stop, has_work)) return;
     }
     run_one(queue, worker);
   }
@@ -320,9 +328,19 @@ void Mover::Impl::work(std::stop_token stop, int queue, const std::string& name)
 
 bool Mover::Impl::run_one(int queue, Worker& worker) {
   std::optional<Unit> unit;
+  std::vector<Settling> round;
   {
     std::lock_guard lock(queue_mutex);
-    unit = queues[static_cast<size_t>(queue)].pop();
+    if (queue == kIoQueue && may_settle()) {
+      round.swap(settling);
+      is_settling = true;
+    } else {
+      unit = queues[static_cast<size_t>(queue)].pop();
+    }
+  }
+  if (!round.empty()) {
+    settle_round(round);
+    return true;
   }
   if (!unit) return false;
   run_unit(*unit, worker);
@@ -761,8 +779,7 @@ void Mover::Impl::end_stage(const std::shared_ptr<Transfer>& transfer, int ended
   end_transfer(transfer);
 }
 
-// The worker that comes first settles, round after round, whatever has come to wait meanwhile: pages of all transfers
-// in one call of their medium, so that they share its syncs. The others go on writing.
+// Settling is file I/O: an I/O worker comes for it. The pool is the caller's again before.
 void Mover::Impl::settle_later(const Settling& stage) noexcept {
   Transfer::Progress& progress = *stage.transfer->progress_;
   bool needs_pool = false;
@@ -771,31 +788,34 @@ void Mover::Impl::settle_later(const Settling& stage) noexcept {
   try {
     std::lock_guard lock(queue_mutex);
     settling.push_back(stage);
-    if (is_settling) return;
-    is_settling = true;
+    if (settling.size() == 1) settling_since = std::chrono::steady_clock::now();
+    work_waits[kIoQueue].notify_one();
   } catch (...) {  // no memory even for the list
     poison_by_current_exception();
     end_settling(stage);
-    return;
   }
-  for (;;) {
-    std::vector<Settling> round;
-    {
-      std::lock_guard lock(queue_mutex);
-      if (settling.empty()) {
-        is_settling = false;
-        return;
-      }
-      round.swap(settling);
+}
+
+// Whether to settle now what waits: units that write more come first, so that their pages share its syncs, but not for
+// ever. REQUIRES queue_mutex
+bool Mover::Impl::may_settle() const {
+  if (settling.empty() || is_settling) return false;
+  if (queues[kIoQueue].size() == 0 || settling.size() >= kMostSettling) return true;
+  return std::chrono::steady_clock::now() - settling_since >= kLongestUnsettled;
+}
+
+// One call of each medium for the pages of all transfers of the round.
+void Mover::Impl::settle_round(const std::vector<Settling>& round) noexcept {
+  surely([&] {
+    for (int column = 1; column < kTiers; ++column) {
+      if (const Medium* medium = media[static_cast<size_t>(column)]; medium != nullptr && medium->settles())
+        settle(round, column);
     }
-    surely([&] {
-      for (int column = 1; column < kTiers; ++column) {
-        if (const Medium* medium = media[static_cast<size_t>(column)]; medium != nullptr && medium->settles())
-          settle(round, column);
-      }
-    });
-    for (const Settling& each : round) end_settling(each);
-  }
+  });
+  for (const Settling& each : round) end_settling(each);
+  std::lock_guard lock(queue_mutex);
+  is_settling = false;
+  if (!settling.empty()) work_waits[kIoQueue].notify_one();
 }
 
 void Mover::Impl::settle(const std::vector<Settling>& round, int column) {

@@ -18,6 +18,7 @@
 // Each layer copied is checked against the checksum its source recorded; a pool source makes the checksums. A page
 // fails alone. A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from
 // it holds the page; else it is kept.
+// What a stage has written to a medium that settles is committed by a round of the io workers when the stage is over.
 // Fault points: mover.unit, mover.before_copy, mover.after_copy (before a commit, or before a page is said to have
 // landed), mover.after_commit; an armed errno stands for an exception there.
 //

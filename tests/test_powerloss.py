@@ -294,7 +294,7 @@ def test_saves_that_wait_share_their_syncs(
         for save in [first, *rest]:
             assert save.transfer.wait(30.0)
             assert save.transfer.ok.all()
-    assert syncs(rig) - before == 4
+    assert syncs(rig) - before == 4  # of the first save and of all the others
     assert [rig.load(chain(number, 3)) for number in range(1, 7)] == [3] * 6
 
 
