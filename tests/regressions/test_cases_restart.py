@@ -30,7 +30,10 @@ def test_what_was_acknowledged_before_a_kill_is_found_and_right(
         directories,
         f"rig = Rig(directories.config(**{sizes!r}))\n"
         "for number in range(5): assert rig.save(chain(number, 8)).transfer.ok.all()\n"
-        "for number in range(5, 8): rig.save(chain(number, 8), wait=False)\n"
+        "for number in range(5, 8):\n"
+        "    mine = slice(8 * number, 8 * number + 8)\n"
+        "    rig.rows[mine] = stamps(chain(number, 8))\n"
+        "    rig.store.save(chain(number, 8), source=rig.pool[mine])\n"
         "os.kill(os.getpid(), signal.SIGKILL)",
     )
     assert done.returncode == -9, done.stderr
