@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from directory_child import VOLUME, make_directory
-from stepwell.tiers.directory import HeldVolume
-from stepwell.tiers.volumes import TierDirectory
+from directory_child import VOLUME, AmpleLimits, make_directory
+from stepwell.errors import VolumeBusyError
+from stepwell.tiers.directory import HeldVolume, Machine
+from stepwell.tiers.volumes import PATIENCE_NS, TierDirectory
 
 CHILD = Path(__file__).with_name("directory_child.py")
 # After a death, a starving process is served within so many rounds of: owners answer, the starving
@@ -214,6 +215,11 @@ def test_a_process_stopped_at_any_call_harms_nobody_and_its_death_frees_what_it_
         if "busy" in asked:
             busy += 1
             assert f"pid {victim['pid']} " in asked["busy"]
+            if busy % 20 == 1:  # who lives goes on
+                assert sweep.rich.wanted() == 0
+                assert sweep.rich.adopt_left() == []
+                with pytest.raises(VolumeBusyError, match=f"pid {victim['pid']} "):
+                    sweep.rich.grow(lock_timeout=0.0)
         else:
             poor.ask("grow")
             answer(sweep.rich)
@@ -226,6 +232,33 @@ def test_a_process_stopped_at_any_call_harms_nobody_and_its_death_frees_what_it_
         sweep.end()
     assert nth > 100, "the scenario has hardly begun"
     assert 0 < busy < nth, "stopped both with and without the directory lock"
+
+
+def test_an_owner_that_is_stopped_is_passed_over_and_keeps_what_it_holds(base: Path, medium: str) -> None:
+    now = [1_000_000]
+    machine = Machine(boottime_ns=lambda: now[0], limits=AmpleLimits())
+    stopped, path = Child("worker"), base / "tier"
+    try:
+        stopped.ask("open", path=str(path), medium=medium, capacity=5)
+        for _ in range(3):
+            held = stopped.ask("grow")["held"]
+        with make_directory(str(path), medium, capacity=5, machine=machine) as second:
+            for _ in range(2):
+                assert isinstance(second.grow(), HeldVolume)
+            with make_directory(str(path), medium, capacity=5, machine=machine, fingerprint="b") as poor:
+                stopped.process.send_signal(signal.SIGSTOP)
+                assert not isinstance(poor.grow(), HeldVolume)
+                answer(second)
+                assert not isinstance(poor.grow(), HeldVolume), "it is the turn of the one that is stopped"
+                now[0] += PATIENCE_NS
+                answer(second)
+                assert isinstance(poor.grow(), HeldVolume)
+                assert total(path) <= 5 * VOLUME
+                stopped.process.send_signal(signal.SIGCONT)
+                assert stopped.ask("answer") == {"answer": 0, "held": held}
+    finally:
+        stopped.process.send_signal(signal.SIGCONT)
+        stopped.close()
 
 
 def test_a_process_killed_while_others_work_leaves_budget_owners_and_names_in_order(
