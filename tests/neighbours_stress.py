@@ -186,6 +186,7 @@ class Budget:
         self._path, self._stop = path, threading.Event()
         self.most = {"locked": 0, "unlocked": 0}
         self.looks = {"locked": 0, "unlocked": 0}
+        self.late = 0.0  # seconds by which this thread's own short waits were late: the machine's part of what is slow
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Budget:
@@ -197,14 +198,18 @@ class Budget:
         self._thread.join()
 
     def _run(self) -> None:
+        before = time.monotonic()
         while not self._stop.wait(0.002):
+            self.late = max(self.late, time.monotonic() - before - 0.002)
             self._look("unlocked")
             with open(self._path / "directory.lock") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    continue
-                self._look("locked")
+                    pass
+                else:
+                    self._look("locked")
+            before = time.monotonic()
 
     def _look(self, how: str) -> None:
         """Without the lock names change meanwhile: what is not the same before and after was no instant."""
@@ -343,6 +348,7 @@ def result(scenario: str, crowd: Crowd, budget: Budget, **figures: Any) -> dict[
         "loaded_pages": sum(process.loaded for process in processes),
         "saved_pages": sum(process.saved for process in processes),
         "slowest_call_s": round(slowest, 3),
+        "machine_late_s": round(budget.late, 3),
         "capacity_bytes": capacity,
         "most_bytes": budget.most,
         "looks": budget.looks,
@@ -477,7 +483,7 @@ def main() -> int:
             said = SCENARIOS[name](parent / "tier", arguments.medium, arguments.seconds, arguments.seed)
         finally:
             shutil.rmtree(parent)
-        if said["slowest_call_s"] > LONGEST_CALL:
+        if said["slowest_call_s"] - said["machine_late_s"] > LONGEST_CALL:
             said["failures"].append("a call waited")
         print(json.dumps(said), flush=True)
         is_well &= not said["failures"]

@@ -300,6 +300,14 @@ TEST_CASE("labels that contradict each other cost links, never the invariants") 
       index.recover(tier, slots.data(), labels.data(), stamps.data(), labels.size(), accepted.data());
       REQUIRE(index.check() == "");
     }
+    std::vector<Label> touched(rng() % 12);
+    for (Label& label : touched) {
+      label.key = named_key(names[rng() % 6]);
+      if (rng() % 8 == 0) label.key.length = static_cast<uint8_t>(rng() % 65);
+      label.epoch = rng() % 4 == 0;
+    }
+    CHECK(index.touch(touched.data(), touched.size()) <= touched.size());
+    REQUIRE(index.check() == "");
     std::vector<Key> keys;
     for (const char* name : names) keys.push_back(named_key(name));
     std::shuffle(keys.begin(), keys.end(), rng);
@@ -362,6 +370,43 @@ std::vector<PageId> make_resident_chain(Index* index, const std::vector<int32_t>
 }
 
 }  // namespace
+
+TEST_CASE("a touched page leaves after the others, and its ancestors after it") {
+  Index index(1);
+  index.add_slots(Tier::kShared, 0, 8);
+  std::vector<Label> labels(5);
+  const std::array<const char*, 5> names = {"root", "child", "grandchild", "other", "last"};
+  std::array<uint32_t, 5> slots{};
+  std::array<uint64_t, 5> stamps{};
+  for (uint32_t i = 0; i < 5; ++i) {
+    labels[i].key = named_key(names[i]);
+    labels[i].depth = i >= 3 ? 0 : i;
+    labels[i].parent_state = labels[i].depth == 0 ? ParentState::kRoot : ParentState::kKnown;
+    if (labels[i].depth > 0) labels[i].parent = named_key(names[i - 1]);
+    slots[i] = i;
+    stamps[i] = i < 3 ? 3 - i : i;
+  }
+  std::array<uint8_t, 5> accepted{};
+  index.recover(Tier::kShared, slots.data(), labels.data(), stamps.data(), 5, accepted.data());
+  std::vector<uint32_t> order;
+  index.rank_order(Tier::kShared, &order);
+  REQUIRE(order == std::vector<uint32_t>{2, 1, 0, 3, 4});
+  const std::array<Label, 2> used = {labels[0], labels[1]};  // along their chain
+  CHECK(index.touch(used.data(), 2) == 2);
+  index.rank_order(Tier::kShared, &order);
+  CHECK(order == std::vector<uint32_t>{2, 3, 4, 1, 0});
+  CHECK(index.touch(&labels[2], 1) == 1);
+  CHECK(index.touch(&labels[3], 1) == 1);
+  index.rank_order(Tier::kShared, &order);
+  CHECK(order == std::vector<uint32_t>{4, 2, 1, 0, 3});
+  Label absent = labels[4];
+  absent.epoch = 1;
+  CHECK(index.touch(&absent, 1) == 0);
+  absent = labels[4];
+  absent.key = named_key("absent");
+  CHECK(index.touch(&absent, 1) == 0);
+  CHECK(index.check() == "");
+}
 
 TEST_CASE("a held page may leave shared memory once an adopted volume has it, and not before") {
   const std::vector<int32_t> tokens = {1, 2, 3};

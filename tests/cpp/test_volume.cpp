@@ -325,6 +325,26 @@ TEST_CASE("a slot out of range is refused by every method of a volume") {
   CHECK(volume->finish_write(0, other_kind, &checksum, target) == Status::kInvalid);
 }
 
+TEST_CASE("labels are told of pages that have the slot and generation asked for, and of nothing else") {
+  for (const VolumeMedium medium : kMedia) {
+    VolumeFiles files(medium, shape_of({100}), kVolumeBytes);
+    auto volume = files.open();
+    REQUIRE(write_key(*volume, 1, "a") == Status::kOk);
+    REQUIRE(write_key(*volume, 2, "b") == Status::kOk);
+    REQUIRE(write_key(*volume, 3, "c") == Status::kOk);
+    REQUIRE(volume->retire(3) == Status::kOk);
+    const std::vector<uint32_t> slots = {2, 1, 1, 3, 3, 0, 0, files.header().slots, UINT32_MAX, 2};
+    const std::vector<uint64_t> generations = {2, 2, 4, 2, 3, 0, 2, 2, 2, UINT64_MAX};
+    std::vector<Label> labels = {label_of("left over")};
+    REQUIRE(volume->labels_of(slots.data(), generations.data(), slots.size(), &labels) == Status::kOk);
+    REQUIRE(labels.size() == 2);
+    CHECK(labels[0].key == label_of("b").key);
+    CHECK(labels[1].key == label_of("a").key);
+    REQUIRE(volume->labels_of(nullptr, nullptr, 0, &labels) == Status::kOk);
+    CHECK(labels.empty());
+  }
+}
+
 TEST_CASE("a generation only grows: over writes, retirement and adoption") {
   for (const VolumeMedium medium : kMedia) {
     VolumeFiles files(medium, shape_of({100}), kVolumeBytes);
