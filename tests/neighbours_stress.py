@@ -326,7 +326,10 @@ class Crowd:
 
 
 def closing_check(crowd: Crowd, revision: str) -> dict[str, int]:
-    """Open what is left of a model, and read every page of it."""
+    """Open what is left of a model, and read every page of it. Requires: all were killed."""
+    for path in crowd.path.glob("v-*.lock"):
+        with path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # who was killed may not have ended yet
     with PageStore(config_of(str(crowd.path), crowd.medium, VOLUMES // 8, revision)) as store:
         checked = store.verify()
         if checked.damaged or store.check():
@@ -369,7 +372,7 @@ def kills(path: Path, medium: str, seconds: float, seed: int) -> dict[str, Any]:
         killed = 0
         with Budget(path) as budget:
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and not crowd.failures:
+            while (killed < 3 or time.monotonic() < deadline) and not crowd.failures:
                 victim = crowd.rng.choice(crowd.living())
                 if killed % 3 == 2:
                     os.kill(victim.pid, signal.SIGSTOP)
