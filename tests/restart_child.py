@@ -11,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
+from restart_kit import order_of
+from stepwell.index import Tier
 from store_kit import VOLUME_BYTES, Directories, Rig, chain
 
 
@@ -35,8 +37,25 @@ def serve(seed: int, shared: str, out: int) -> None:
     rig.close()
 
 
+def die_in_order(shared: str) -> None:
+    """Save and load chains, let the keeper write what was used, say in which order pages leave, and be killed."""
+    rig = Rig(Directories(Path(shared), Path("/nowhere")).config(shared=6 * VOLUME_BYTES, disk=0))
+    rng = random.Random(5)
+    for _ in range(60):
+        number, pages = rng.randrange(12), rng.randrange(1, 12)
+        if rng.random() < 0.5:
+            rig.save(chain(number, pages))
+        else:
+            rig.load(chain(number, pages))
+    rig.round()
+    print(*(key.hex() for key in order_of(rig, Tier.SHARED)), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Fork a saver for each line read; wait for its end before the next."""
+    if sys.argv[1] == "order":
+        die_in_order(sys.argv[2])
     [shared] = sys.argv[1:]
     for line in sys.stdin:
         pid = os.fork()

@@ -93,6 +93,22 @@ def test_victim_order_in_shared_memory_is_the_same_after_a_death(
     assert order_of(again, Tier.SHARED) == expected
 
 
+def test_victim_order_is_the_same_after_sigkill(directories: Directories, open_rig: OpenRig) -> None:
+    """The others here copy what a death would leave; this one is a death."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "restart_child.py"), "order", str(directories.shared)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    rig = open_rig(directories.config(shared=6 * VOLUME_BYTES, disk=0))
+    expected = done.stdout.split()
+    assert len(expected) > 20
+    assert [key.hex() for key in order_of(rig, Tier.SHARED)] == expected
+
+
 def test_victim_order_on_disk_is_the_same_after_a_close(directories: Directories, open_rig: OpenRig) -> None:
     rig = open_rig(small_volumes(directories, disk=4), clock=ManualClock())
     use_at_random(rig, random.Random(7), steps=60, tier=Tier.DISK)
