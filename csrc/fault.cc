@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string_view>
 #include <thread>
@@ -38,8 +39,9 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry instance;
-  return instance;
+  // Never destroyed: a thread may stand at a point while the process exits, and what it waits on has to stay.
+  static Registry* const instance = std::make_unique<Registry>().release();
+  return *instance;
 }
 
 bool matches(std::string_view pattern, std::string_view name) {

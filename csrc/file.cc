@@ -88,6 +88,14 @@ auto retried(Call call) noexcept -> decltype(call()) {
   }
 }
 
+thread_local int last_transfer_error = 0;
+
+// Passes on what pread or pwrite came to, and keeps the errno for last_error().
+int64_t noted(int64_t result) noexcept {
+  if (result < 0) last_transfer_error = static_cast<int>(-result);
+  return result;
+}
+
 // A fault point that can only fail: -errno or 0.
 int reach(const char* point) noexcept { return -fault::reach(point).error; }
 
@@ -227,28 +235,32 @@ int close(int fd) noexcept {
   return error;
 }
 
+int last_error() noexcept { return last_transfer_error; }
+
+void forget_error() noexcept { last_transfer_error = 0; }
+
 int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) noexcept {
   const fault::Outcome outcome = fault::reach("file.pread");
-  if (outcome.error != 0) return -outcome.error;
+  if (outcome.error != 0) return noted(-outcome.error);
   if (outcome.short_bytes >= 0) bytes = std::min(bytes, static_cast<size_t>(outcome.short_bytes));
-  return retried([&]() -> int64_t { return ::pread(fd, data, bytes, static_cast<off_t>(offset)); });
+  return noted(retried([&]() -> int64_t { return ::pread(fd, data, bytes, static_cast<off_t>(offset)); }));
 }
 
 int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) noexcept {
   const fault::Outcome outcome = fault::reach("file.pwrite");
-  if (outcome.error != 0) return -outcome.error;
+  if (outcome.error != 0) return noted(-outcome.error);
   if (outcome.short_bytes >= 0) bytes = std::min(bytes, static_cast<size_t>(outcome.short_bytes));
   const recorder::Step step;
   const int64_t moved = retried([&]() -> int64_t { return ::pwrite(fd, data, bytes, static_cast<off_t>(offset)); });
   if (step && moved > 0) recorder::note(Kind::kWrite, fd, "", "", offset, data, static_cast<size_t>(moved));
-  return moved;
+  return noted(moved);
 }
 
 int pread_all(int fd, void* data, size_t bytes, uint64_t offset) noexcept {
   for (size_t done = 0; done < bytes;) {
     const int64_t moved = pread(fd, static_cast<char*>(data) + done, bytes - done, offset + done);
     if (moved < 0) return static_cast<int>(moved);
-    if (moved == 0) return -EIO;
+    if (moved == 0) return static_cast<int>(noted(-EIO));
     done += static_cast<size_t>(moved);
   }
   return 0;
@@ -258,7 +270,7 @@ int pwrite_all(int fd, const void* data, size_t bytes, uint64_t offset) noexcept
   for (size_t done = 0; done < bytes;) {
     const int64_t moved = pwrite(fd, static_cast<const char*>(data) + done, bytes - done, offset + done);
     if (moved < 0) return static_cast<int>(moved);
-    if (moved == 0) return -EIO;
+    if (moved == 0) return static_cast<int>(noted(-EIO));
     done += static_cast<size_t>(moved);
   }
   return 0;

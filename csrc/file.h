@@ -70,6 +70,9 @@ int open(const std::string& path, int flags, uint32_t mode) noexcept;
 int close(int fd) noexcept;
 int64_t pread(int fd, void* data, size_t bytes, uint64_t offset) noexcept;         // point: file.pread; may be short
 int64_t pwrite(int fd, const void* data, size_t bytes, uint64_t offset) noexcept;  // point: file.pwrite; may be short
+// The errno of this thread's last pread or pwrite that failed; 0 after forget_error(). Where only a Status comes back.
+int last_error() noexcept;
+void forget_error() noexcept;
 // The whole range or -errno; end of file before it: -EIO. Each underlying call is a point.
 int pread_all(int fd, void* data, size_t bytes, uint64_t offset) noexcept;
 int pwrite_all(int fd, const void* data, size_t bytes, uint64_t offset) noexcept;

@@ -1559,6 +1559,21 @@ void Index::pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId
     }
   });
 }
+
+Tier Index::pin_in_any(PageId page, TierMask usable, uint32_t* slot) {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    if (in.poisoned.load(std::memory_order_relaxed) || !in.pages.exists(page)) return Tier::kDevice;
+    for (int t = static_cast<int>(Tier::kDevice) + 1; t < kTiers; ++t) {
+      if (!has(usable, t) || in.pages.residency(page, t) != Residency::kResident) continue;
+      in.add_page_pins(page, 1, true);
+      *slot = in.pages.slot(page, t);
+      return static_cast<Tier>(t);
+    }
+    return Tier::kDevice;
+  });
+}
+
 void Index::claim_victims(Tier tier, uint32_t n, uint32_t only_range, std::vector<Victim>* out) {
   impl_->locked([&] { impl_->choose_victims(static_cast<int>(tier), n, only_range, out); });
 }
@@ -1635,21 +1650,21 @@ bool Index::quarantine(PageId page, Tier tier, uint32_t slot) {
   });
 }
 
-void Index::claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out) {
+void Index::claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out, bool even_retired) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   out->clear();
   in.locked([&] {
     for (const PageId page : in.quarantined[at(t)]) {
       if (out->size() >= n) break;
-      if (has(in.pages.handed_out(page), t) || in.is_pinned(page, t)) continue;
+      if ((has(in.pages.handed_out(page), t) && !even_retired) || in.is_pinned(page, t)) continue;
       in.pages.handed_out(page) = static_cast<uint8_t>(in.pages.handed_out(page) | mask(tier));
       out->push_back({page, in.pages.slot(page, t), in.next_number(page, t)});
     }
   });
 }
 
-Status Index::mend(PageId page, Tier tier, uint32_t number, bool mended) {
+Status Index::mend(PageId page, Tier tier, uint32_t number, bool mended, bool retired) {
   Impl& in = *impl_;
   const int t = static_cast<int>(tier);
   return in.locked([&] {
@@ -1658,9 +1673,14 @@ Status Index::mend(PageId page, Tier tier, uint32_t number, bool mended) {
       return Status::kStale;
     }
     in.next_number(page, t);
-    if (!mended) return Status::kOk;  // handed_out stays set: it is not handed out again
+    if (!mended && retired) return Status::kOk;  // handed_out stays set: it is not handed out again
     in.pages.handed_out(page) = static_cast<uint8_t>(in.pages.handed_out(page) & ~mask(tier));
-    std::erase(in.quarantined[at(t)], page);
+    std::vector<PageId>& quarantined = in.quarantined[at(t)];
+    std::erase(quarantined, page);
+    if (!mended) {
+      quarantined.push_back(page);  // into the place that it has just left: no allocation
+      return Status::kOk;
+    }
     in.move(page, t, Move::kMend);
     in.take_slot(page, t, SlotUse::kReturning);
     in.drop_if_dead(page);

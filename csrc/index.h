@@ -199,6 +199,9 @@ class Index {
   // Page-pins up to n RESIDENT pages of the tier whose id is above `after` (kNoPage: from the first), in the order of
   // ids. For passes over all pages.
   void pin_resident(Tier tier, PageId after, uint32_t n, std::vector<PageId>* pages, std::vector<uint32_t>* slots);
+  // Page-pins a page that is RESIDENT in some tier of `usable` other than the device, nearest first; its slot there.
+  // Tier::kDevice: there is none, and nothing is pinned.
+  Tier pin_in_any(PageId page, TierMask usable, uint32_t* slot);
   // kOk, or kStale where the page has moved on (nothing changed). Commit enters the page's rank as just used. A commit
   // of a page of an old epoch succeeds.
   Status commit(PageId page, Tier tier, uint32_t number);
@@ -221,10 +224,12 @@ class Index {
   void free_slots(Tier tier, const uint32_t* slots, size_t count);
   // RESIDENT -> QUARANTINED (a LEAVING page is kept first). False where it is neither.
   bool quarantine(PageId page, Tier tier, uint32_t slot);
-  // Quarantined pages with pins 0, each handed out once until mend().
-  void claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out);
-  // QUARANTINED -> ABSENT if mended (then free_slots()); else it stays and is not handed out again.
-  Status mend(PageId page, Tier tier, uint32_t number, bool mended);
+  // Quarantined pages with pins 0, those first that were tried longest ago, each handed out once until mend().
+  // even_retired: also those that are handed out or retired: for a tier that is attached anew.
+  void claim_quarantined(Tier tier, uint32_t n, std::vector<Victim>* out, bool even_retired = false);
+  // QUARANTINED -> ABSENT if mended (then free_slots()); else it stays, behind all others, and may be claimed again
+  // unless it is `retired`: beyond mending for as long as the slot is in use.
+  Status mend(PageId page, Tier tier, uint32_t number, bool mended, bool retired = false);
   // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) that no hold covers LEAVING in all tiers
   // given; deepest first. For forget().
   void claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages, TierMask tiers,

@@ -14,6 +14,7 @@
 
 #include "crc32c.h"
 #include "fault.h"
+#include "file.h"
 #include "guard.h"
 #include "progress.h"
 
@@ -86,6 +87,15 @@ struct Unit {
 struct Worker {
   Scratch scratch;
   std::vector<uint32_t> checksums;  // of the page that is being gathered
+  // Serial number of the call it is in, times 8, plus its column plus 1; that is 0 while it is idle.
+  std::atomic<uint64_t> call{0};
+
+  // From here on it is in the memory of a column (-1: in none). Written by its own thread alone.
+  void enter(int column) noexcept {
+    const uint64_t serial = (call.load(std::memory_order_relaxed) >> 3) + 1;
+    call.store(serial << 3 | static_cast<uint64_t>(column + 1), std::memory_order_relaxed);
+    file::forget_error();
+  }
 };
 
 // A stage whose bytes are written, and whose pages are to be made durable before they are committed.
@@ -112,13 +122,11 @@ struct LayeredPage {
 }  // namespace
 
 struct Mover::Impl {
-  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_,
-       RetireList* retired_list)
+  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_)
       : options(options_),
         shape(shape_),
         index(index_),
         media(media_),
-        retired(retired_list),
         pid(::getpid()),
         is_stepped(options_.copy_threads == 0),
         queues{WeightedQueue<Unit>(options_.queue_units), WeightedQueue<Unit>(options_.queue_units)} {}
@@ -130,7 +138,7 @@ struct Mover::Impl {
   void plan(Transfer& transfer) const;
 
   // ---- running -------------------------------------------------------------------------------------------------
-  void work(std::stop_token stop, int queue, const std::string& name);
+  void work(std::stop_token stop, int queue, Worker& worker, const std::string& name);
   bool run_one(int queue, Worker& worker);
   void run_unit(const Unit& unit, Worker& worker) noexcept;
   void run_layered(Transfer& transfer, const UnitPlan& unit, Worker& worker);
@@ -138,7 +146,7 @@ struct Mover::Impl {
   bool open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source);
   // The two copies: into a tier, which ends in a commit, and into the lent pool. False: the source is of no more use.
   bool fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source);
-  bool land(Transfer& transfer, uint32_t page, const OpenSource& source);
+  bool land(Transfer& transfer, uint32_t page, Worker& worker, const OpenSource& source);
   void check(Transfer& transfer, uint32_t page, const OpenSource& source);
   Status land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source,
                     uint32_t expected);
@@ -152,27 +160,36 @@ struct Mover::Impl {
   Status stop_reason() const {
     return is_poisoned.load(std::memory_order_relaxed) ? Status::kPoisoned : Status::kCancelled;
   }
-  void count(Status status) noexcept {
+  void count(Status status, int column, bool is_read) noexcept {
     if (status == Status::kIOError) io_errors.fetch_add(1, std::memory_order_relaxed);
     if (status == Status::kBusFault) bus_faults.fetch_add(1, std::memory_order_relaxed);
+    if ((status != Status::kIOError && status != Status::kBusFault) || column == kPoolColumn) return;
+    const auto c = static_cast<size_t>(column);
+    (is_read ? read_errno : write_errno)[c].store(file::last_error(), std::memory_order_relaxed);
+    (is_read ? read_errors : write_errors)[c].fetch_add(1, std::memory_order_release);
   }
   void fail(Transfer& transfer, uint32_t page, int column, Status status);
   void fail_source(Transfer& transfer, uint32_t page, int column, Status status);
-  void settle_stage(Transfer& transfer, uint32_t page, int stage) noexcept;
+  bool find_second_source(Transfer& transfer, uint32_t page);
+  // `reason`: of what is neither committed nor failed by now.
+  void settle_stage(Transfer& transfer, uint32_t page, int stage, Status reason) noexcept;
   void settle_source(Transfer& transfer, uint32_t page) noexcept;
   void resolve(Transfer& transfer, uint32_t page) noexcept;
   void end_unit(const Unit& unit) noexcept;
   void end_stage(const std::shared_ptr<Transfer>& transfer, int ended) noexcept;
   void settle_later(const Settling& stage) noexcept;
   bool may_settle() const;
-  void settle_round(const std::vector<Settling>& round) noexcept;
-  void settle(const std::vector<Settling>& round, int column);
+  void settle_round(const std::vector<Settling>& round, Worker& worker) noexcept;
+  void settle(const std::vector<Settling>& round, int column, Worker& worker);
   void end_settling(const Settling& stage) noexcept;
-  void settle_unit(const Unit& unit) noexcept;
+  void settle_unit(const Unit& unit, Status reason, Worker* worker) noexcept;
+  bool queue_retry(const Unit& unit, uint32_t position) noexcept;
+  void end_retry(const Unit& unit) noexcept;
   void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) noexcept;
   void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
   void poison(const char* reason) noexcept;
   void poison_by_current_exception() noexcept;
+  Status note_current_exception() noexcept;
   // Runs a continuation whatever it throws: the next one still has to run.
   template <typename Call>
   void surely(Call&& call) noexcept {
@@ -187,7 +204,7 @@ struct Mover::Impl {
   const PageShape shape;
   Index* const index;
   const std::array<Medium*, kTiers> media;
-  RetireList* const retired;
+  RetireList retired;
   const pid_t pid;
   const bool is_stepped;  // no threads: step() does the work
 
@@ -195,7 +212,11 @@ struct Mover::Impl {
   mutable std::mutex reason_mutex;  // a leaf: nothing is locked under it
   // GUARDED_BY(reason_mutex); the first one, of fixed size: noting it must not throw
   std::array<char, 256> poison_reason{};
-  std::array<std::atomic<uint64_t>, kTiers> bytes_read{}, bytes_written{};
+  std::array<char, 256> failure_reason{};  // GUARDED_BY(reason_mutex); the last one
+  std::array<std::atomic<uint64_t>, kTiers> bytes_read{}, bytes_written{}, read_errors{}, write_errors{};
+  std::array<std::atomic<int>, kTiers> read_errno{}, write_errno{};
+  std::atomic<uint64_t> failed_units{0}, retried_pages{0}, rescued_pages{0};
+  std::atomic<TierMask> readable{static_cast<TierMask>(~TierMask{0})};
   std::atomic<uint64_t> checksum_failures{0}, bus_faults{0}, io_errors{0}, transfers{0}, commits{0}, aborts{0};
 
   mutable std::mutex queue_mutex;
@@ -209,8 +230,8 @@ struct Mover::Impl {
   bool is_settling = false;        // a worker does it
   std::chrono::steady_clock::time_point settling_since;
 
-  Worker stepped;                     // of step(), with 0 threads
-  std::vector<std::jthread> threads;  // last: joined before anything above goes
+  std::vector<std::unique_ptr<Worker>> workers;  // one a thread; of step() with 0 threads
+  std::vector<std::jthread> threads;             // last: joined before anything above goes
 };
 
 // ---- planning --------------------------------------------------------------------------------------------------
@@ -312,9 +333,8 @@ void Mover::Impl::plan(Transfer& transfer) const {
 
 // ---- running ---------------------------------------------------------------------------------------------------
 
-void Mover::Impl::work(std::stop_token stop, int queue, const std::string& name) {
+void Mover::Impl::work(std::stop_token stop, int queue, Worker& worker, const std::string& name) {
   pthread_setname_np(pthread_self(), name.c_str());
-  Worker worker;
   for (;;) {
     {
       std::unique_lock lock(queue_mutex);
@@ -339,7 +359,7 @@ bool Mover::Impl::run_one(int queue, Worker& worker) {
     }
   }
   if (!round.empty()) {
-    settle_round(round);
+    settle_round(round, worker);
     return true;
   }
   if (!unit) return false;
@@ -350,30 +370,92 @@ bool Mover::Impl::run_one(int queue, Worker& worker) {
 void Mover::Impl::run_unit(const Unit& unit, Worker& worker) noexcept {
   Transfer& transfer = *unit.transfer;
   const std::vector<uint32_t>& order = transfer.progress_->order;
+  Status reason = stop_reason();
+  worker.enter(kPoolColumn);
   try {
     reach("mover.unit");
+    if (fault::reach("mover.assertion").error != 0) throw AssertionFailure("armed at mover.assertion");
     if (unit.plan.layered) {
       run_layered(transfer, unit.plan, worker);
     } else {
       for (uint32_t i = 0; i < unit.plan.count; ++i) {
         const uint32_t page = order[unit.plan.first + i];
         run_page(transfer, page, unit.stage, worker);
-        settle_stage(transfer, page, unit.stage);
+        if (transfer.progress_->pages[page].second_source == 0 || unit.plan.retry)
+          settle_stage(transfer, page, unit.stage, stop_reason());
       }
     }
+    reason = stop_reason();
   } catch (...) {
-    poison_by_current_exception();
+    reason = note_current_exception();
   }
-  settle_unit(unit);
+  if (unit.plan.retry) end_retry(unit);
+  settle_unit(unit, reason, &worker);
 }
 
 // Whatever happened before, each page of the unit leaves its stage decided.
-void Mover::Impl::settle_unit(const Unit& unit) noexcept {
-  const std::vector<uint32_t>& order = unit.transfer->progress_->order;
+void Mover::Impl::settle_unit(const Unit& unit, Status reason, Worker* worker) noexcept {
+  const Transfer::Progress& progress = *unit.transfer->progress_;
   for (uint32_t i = 0; i < unit.plan.count; ++i) {
-    settle_stage(*unit.transfer, order[unit.plan.first + i], unit.stage);
+    const uint32_t position = unit.plan.first + i;
+    const uint32_t page = progress.order[position];
+    // A page that is queued again is another worker's from there on.
+    if (progress.pages[page].second_source != 0 && queue_retry(unit, position)) continue;
+    settle_stage(*unit.transfer, page, unit.stage, reason);
   }
+  if (worker != nullptr) worker->enter(-1);  // before anyone can see the transfer done
   end_unit(unit);
+}
+
+// Has a page of a unit read from its second source, by a unit of its own. False: there is no room for that, and the page
+// is as its first source left it.
+bool Mover::Impl::queue_retry(const Unit& unit, uint32_t position) noexcept {
+  Transfer& transfer = *unit.transfer;
+  const uint32_t page = transfer.progress_->order[position];
+  PageProgress& progress = transfer.progress_->pages[page];
+  Unit again = unit;
+  again.plan = UnitPlan{position, 1, unit.plan.io || does_io(progress.second_source), false, true};
+  const size_t queue = again.plan.io ? kIoQueue : kCopyQueue;
+  bool has_room = false;
+  {
+    std::lock_guard lock(queue_mutex);
+    has_room = !stopped(transfer) && queues[queue].try_reserve(1);
+  }
+  if (has_room) {
+    {
+      std::lock_guard lock(transfer.mutex_);
+      ++transfer.progress_->units_left;  // this unit still counts: the stage cannot end in between
+    }
+    try {
+      std::lock_guard lock(queue_mutex);
+      queues[queue].push(transfer.spec_.work_class, again);
+      work_waits[queue].notify_one();
+      return true;
+    } catch (...) {
+      static_cast<void>(note_current_exception());
+    }
+    {
+      std::lock_guard lock(transfer.mutex_);
+      --transfer.progress_->units_left;
+    }
+    std::lock_guard lock(queue_mutex);
+    queues[queue].unreserve(1);
+  }
+  if (progress.failure == Status::kOk) progress.failure = progress.first_failure;
+  end_retry(again);
+  return false;
+}
+
+// The second source is not read any more.
+void Mover::Impl::end_retry(const Unit& unit) noexcept {
+  Transfer& transfer = *unit.transfer;
+  const uint32_t page = transfer.progress_->order[unit.plan.first];
+  PageProgress& progress = transfer.progress_->pages[page];
+  const ColumnMask wanted = progress.sinks[static_cast<size_t>(unit.stage)];
+  if (progress.failure == Status::kOk && (progress.settled & wanted) == wanted)
+    rescued_pages.fetch_add(1, std::memory_order_relaxed);
+  progress.second_source = 0;
+  surely([&] { index->unpin_pages(&transfer.spec_.pages[page].page, 1); });
 }
 
 void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker) {
@@ -390,8 +472,8 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
   for (int column = 0; column < kTiers; ++column) {
     if ((open_sinks & column_mask(column)) == 0) continue;
     reach("mover.before_copy");
-    const bool good =
-        column == kPoolColumn ? land(transfer, page, source) : fill_tier(transfer, page, column, worker, &source);
+    const bool good = column == kPoolColumn ? land(transfer, page, worker, source)
+                                            : fill_tier(transfer, page, column, worker, &source);
     if ((progress.settled & column_mask(column)) != 0) committed |= column_mask(column);
     if (!good) return;
   }
@@ -399,14 +481,16 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
   // land them now.
   const bool awaits_landing = stage == 0 && progress.sinks[1] == kPoolMask && progress.source_stage == 0;
   const ColumnMask memory = committed & static_cast<ColumnMask>(~io_mask());
-  if (awaits_landing && memory == 0 && !stopped(transfer)) land(transfer, page, source);
+  if (awaits_landing && memory == 0 && !stopped(transfer)) land(transfer, page, worker, source);
 }
 
 bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source) {
   const PageCopy& copy = transfer.spec_.pages[page];
   const PageProgress& progress = transfer.progress_->pages[page];
   int column = 0;
-  if (stage <= progress.source_stage) {
+  if (progress.second_source != 0) {
+    column = progress.second_source;
+  } else if (stage <= progress.source_stage) {
     while (copy.roles[static_cast<size_t>(column)] != Role::kSource) ++column;
   } else {
     // The memory tier that the first stage has committed, the lower one first: it is the one that stays.
@@ -422,8 +506,9 @@ bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Work
   source->column = column;
   if (column == kPoolColumn) return true;
   Medium& medium = *media[static_cast<size_t>(column)];
-  const Status status =
-      medium.prepare_read(copy.slots[static_cast<size_t>(column)], copy.label, worker.scratch, &source->bytes);
+  const uint32_t slot = progress.second_source != 0 ? progress.second_slot : copy.slots[static_cast<size_t>(column)];
+  worker.enter(column);
+  const Status status = medium.prepare_read(slot, copy.label, worker.scratch, &source->bytes);
   if (status != Status::kOk) {
     fail_source(transfer, page, column, status);
     return false;
@@ -437,6 +522,7 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
   Medium& medium = *media[static_cast<size_t>(column)];
   const uint32_t slot = copy.slots[static_cast<size_t>(column)];
   PageTarget target;
+  worker.enter(column);
   Status status = medium.begin_write(slot, worker.scratch, &target);
   if (status != Status::kOk) {
     fail(transfer, page, column, status);
@@ -484,6 +570,7 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
   const uint32_t* const checksums = gathers ? worker.checksums.data() : source->bytes.checksums;
   // From here on a record may be readable: the way back leads over retire().
   transfer.progress_->pages[page].published |= column_mask(column);
+  worker.enter(column);
   status = medium.finish_write(slot, copy.label, checksums, target);
   if (status != Status::kOk) {
     fail(transfer, page, column, status);
@@ -547,8 +634,9 @@ void Mover::Impl::check(Transfer& transfer, uint32_t page, const OpenSource& sou
   transfer.progress_->landed[page] |= column_mask(source.column);
 }
 
-bool Mover::Impl::land(Transfer& transfer, uint32_t page, const OpenSource& source) {
+bool Mover::Impl::land(Transfer& transfer, uint32_t page, Worker& worker, const OpenSource& source) {
   STEPWELL_ASSERT(source.bytes.checksums != nullptr);  // what lands comes from a tier, with its checksums
+  worker.enter(kPoolColumn);
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
@@ -595,6 +683,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
   const std::vector<uint32_t>& order = transfer.progress_->order;
   std::vector<LayeredPage> pages;
   std::vector<uint32_t> checksums;
+  bool is_whole = true;  // until a page comes later, from a second source
   pages.reserve(unit.count);
   checksums.reserve(static_cast<size_t>(unit.count) * shape.layers());
   for (uint32_t i = 0; i < unit.count; ++i) {
@@ -602,16 +691,20 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     const PageProgress& progress = transfer.progress_->pages[page];
     if ((progress.settled & kPoolMask) != 0 || progress.failure != Status::kOk || stopped(transfer)) continue;
     OpenSource source;
-    if (!open_source(transfer, page, 1, worker, &source)) continue;
+    if (!open_source(transfer, page, 1, worker, &source)) {
+      is_whole &= progress.second_source == 0;
+      continue;
+    }
     reach("mover.before_copy");
     if (source.bytes.bytes == worker.scratch.source(0)) {
       // The medium could not show the page in place, and the next one will want the scratch page.
-      land(transfer, page, source);
+      land(transfer, page, worker, source);
       continue;
     }
     pages.push_back({page, source, shape.page_seed(transfer.spec_.pages[page].label), checksums.size()});
     checksums.insert(checksums.end(), source.bytes.checksums, source.bytes.checksums + shape.layers());
   }
+  worker.enter(kPoolColumn);
   for (uint32_t layer = 0; layer < shape.layers() && !pages.empty(); ++layer) {
     if (stopped(transfer)) return;
     std::erase_if(pages, [&](const LayeredPage& page) {
@@ -619,6 +712,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
       const Status status = land_layer(transfer, page.index, layer, page.seed, page.source.bytes, expected);
       if (status == Status::kChecksum || status == Status::kBusFault) {
         fail_source(transfer, page.index, page.source.column, status);
+        is_whole &= transfer.progress_->pages[page.index].second_source == 0;
       } else if (status != Status::kOk) {
         fail(transfer, page.index, kPoolColumn, status);
       }
@@ -629,7 +723,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
       reach("mover.after_copy");
       for (const LayeredPage& page : pages) landed_whole(transfer, page.index);
     }
-    transfer.progress_->layers_done.store(layer + 1, std::memory_order_release);
+    if (is_whole) transfer.progress_->layers_done.store(layer + 1, std::memory_order_release);
   }
 }
 
@@ -637,7 +731,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
 
 // A load is as good as its landing in the pool; anything else is as good as its worst sink.
 void Mover::Impl::fail(Transfer& transfer, uint32_t page, int column, Status status) {
-  count(status);
+  count(status, column, false);
   const bool is_load = transfer.spec_.pages[page].roles[kPoolColumn] == Role::kSink;
   PageProgress& progress = transfer.progress_->pages[page];
   if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = status;
@@ -647,7 +741,7 @@ void Mover::Impl::fail(Transfer& transfer, uint32_t page, int column, Status sta
 // read must not be offered again either: a lookup that said hit would loop.
 void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Status status) {
   PageProgress& progress = transfer.progress_->pages[page];
-  count(status);
+  count(status, column, true);
   const bool is_wrong = status == Status::kChecksum || status == Status::kStale;
   if (is_wrong) {
     checksum_failures.fetch_add(1, std::memory_order_relaxed);
@@ -657,13 +751,40 @@ void Mover::Impl::fail_source(Transfer& transfer, uint32_t page, int column, Sta
     const PageCopy& copy = transfer.spec_.pages[page];
     // A LEAVING source is kept by it first: nothing is left to settle.
     if (copy.roles[static_cast<size_t>(column)] == Role::kSource) progress.source_settled = true;
-    index->quarantine(copy.page, tier_of(column), copy.slots[static_cast<size_t>(column)]);
+    const bool is_second = progress.second_source == column;
+    const uint32_t slot = is_second ? progress.second_slot : copy.slots[static_cast<size_t>(column)];
+    index->quarantine(copy.page, tier_of(column), slot);
+    if (find_second_source(transfer, page)) {
+      progress.first_failure = status;
+      return;
+    }
   }
   if (progress.failure == Status::kOk) progress.failure = status;
 }
 
+// Pins the page in another tier that holds it, for a load that has not asked one yet.
+bool Mover::Impl::find_second_source(Transfer& transfer, uint32_t page) {
+  PageProgress& progress = transfer.progress_->pages[page];
+  const TransferSpec& spec = transfer.spec_;
+  if (spec.work_class != WorkClass::kLoad || spec.source_leaving || progress.is_check() || progress.was_retried ||
+      stopped(transfer)) {
+    return false;
+  }
+  TierMask others = 0;
+  for (int column = 1; column < kTiers; ++column) {
+    if (media[static_cast<size_t>(column)] != nullptr) others |= column_mask(column);
+  }
+  others &= readable.load(std::memory_order_relaxed);
+  const Tier found = index->pin_in_any(spec.pages[page].page, others, &progress.second_slot);
+  if (found == Tier::kDevice) return false;
+  progress.second_source = static_cast<uint8_t>(found);
+  progress.was_retried = true;
+  retried_pages.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
 // Ends a page's part in a stage: what was not committed is aborted. Idempotent.
-void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage) noexcept {
+void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage, Status reason) noexcept {
   const PageCopy& copy = transfer.spec_.pages[page];
   PageProgress& progress = transfer.progress_->pages[page];
   if (progress.unsettled != 0) return;  // end_settling() decides
@@ -673,15 +794,15 @@ void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage) noe
     progress.settled |= bit;
     if (column != kPoolColumn) {
       const auto c = static_cast<size_t>(column);
-      if ((progress.published & bit) != 0) count(media[c]->retire(copy.slots[c]));
+      if ((progress.published & bit) != 0) count(media[c]->retire(copy.slots[c]), column, false);
       progress.published &= static_cast<ColumnMask>(~bit);
       surely([&] { index->abort(copy.page, tier_of(column), copy.numbers[c]); });
       aborts.fetch_add(1, std::memory_order_relaxed);
     }
     const bool is_load = copy.roles[kPoolColumn] == Role::kSink;
-    if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = stop_reason();
+    if ((!is_load || column == kPoolColumn) && progress.failure == Status::kOk) progress.failure = reason;
   }
-  if (progress.is_check() && progress.settled == 0 && progress.failure == Status::kOk) progress.failure = stop_reason();
+  if (progress.is_check() && progress.settled == 0 && progress.failure == Status::kOk) progress.failure = reason;
   if (stage >= progress.source_stage) settle_source(transfer, page);
   resolve(transfer, page);
 }
@@ -706,7 +827,7 @@ void Mover::Impl::settle_source(Transfer& transfer, uint32_t page) noexcept {
       index->keep(copy.page, tier, copy.numbers[column]);
     } else if (index->finish(copy.page, tier, copy.numbers[column]) == Status::kOk) {
       // The record first: once the index has the slot, another page may be written there.
-      if (media[column] != nullptr) count(media[column]->retire(copy.slots[column]));
+      if (media[column] != nullptr) count(media[column]->retire(copy.slots[column]), static_cast<int>(column), false);
       index->free_slots(tier, &copy.slots[column], 1);
     }
   });
@@ -741,8 +862,7 @@ void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int sta
       queues[queue].push(transfer->spec_.work_class, unit);
       work_waits[queue].notify_one();
     } catch (...) {  // no memory even for the queue: the unit is over before it began
-      poison_by_current_exception();
-      settle_unit(unit);
+      settle_unit(unit, note_current_exception(), nullptr);
     }
   }
 }
@@ -791,7 +911,7 @@ void Mover::Impl::settle_later(const Settling& stage) noexcept {
     if (settling.size() == 1) settling_since = std::chrono::steady_clock::now();
     work_waits[kIoQueue].notify_one();
   } catch (...) {  // no memory even for the list
-    poison_by_current_exception();
+    static_cast<void>(note_current_exception());
     end_settling(stage);
   }
 }
@@ -805,20 +925,21 @@ bool Mover::Impl::may_settle() const {
 }
 
 // One call of each medium for the pages of all transfers of the round.
-void Mover::Impl::settle_round(const std::vector<Settling>& round) noexcept {
+void Mover::Impl::settle_round(const std::vector<Settling>& round, Worker& worker) noexcept {
   surely([&] {
     for (int column = 1; column < kTiers; ++column) {
       if (const Medium* medium = media[static_cast<size_t>(column)]; medium != nullptr && medium->settles())
-        settle(round, column);
+        settle(round, column, worker);
     }
   });
+  worker.enter(-1);
   for (const Settling& each : round) end_settling(each);
   std::lock_guard lock(queue_mutex);
   is_settling = false;
   if (!settling.empty()) work_waits[kIoQueue].notify_one();
 }
 
-void Mover::Impl::settle(const std::vector<Settling>& round, int column) {
+void Mover::Impl::settle(const std::vector<Settling>& round, int column, Worker& worker) {
   struct Page {
     uint32_t slot;
     Transfer* transfer;
@@ -838,6 +959,7 @@ void Mover::Impl::settle(const std::vector<Settling>& round, int column) {
   slots.reserve(pages.size());
   for (const Page& page : pages) slots.push_back(page.slot);
   std::vector<Status> statuses(pages.size(), Status::kIOError);
+  worker.enter(column);
   media[static_cast<size_t>(column)]->settle(slots.data(), slots.size(), statuses.data());
   for (size_t i = 0; i < pages.size(); ++i) {
     Transfer& transfer = *pages[i].transfer;
@@ -858,7 +980,7 @@ void Mover::Impl::end_settling(const Settling& stage) noexcept {
   std::vector<PageProgress>& pages = stage.transfer->progress_->pages;
   for (uint32_t page = 0; page < pages.size(); ++page) {
     pages[page].unsettled = 0;
-    settle_stage(*stage.transfer, page, stage.stage);
+    settle_stage(*stage.transfer, page, stage.stage, stop_reason());
   }
   end_stage(stage.transfer, stage.stage);
 }
@@ -896,7 +1018,7 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
     progress.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - progress.submitted).count();
     progress.done = true;
     if (progress.inbox != nullptr) progress.inbox->push(completion);
-    if (spec.keep_alive != 0) retired->push(spec.keep_alive);
+    if (spec.keep_alive != 0) retired.push(spec.keep_alive);
     progress.watchers.tell();
     transfer->condition_.notify_all();
   }
@@ -924,10 +1046,29 @@ void Mover::Impl::poison_by_current_exception() noexcept {
   }
 }
 
+// An exception that ends a unit: a bug poisons, anything else (no memory, most likely) costs that unit's pages alone.
+// Returns what those of its pages that are not decided are to report.
+Status Mover::Impl::note_current_exception() noexcept {
+  try {
+    throw;
+  } catch (const AssertionFailure& error) {
+    poison(error.what());
+    return Status::kPoisoned;
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(reason_mutex);
+    std::snprintf(failure_reason.data(), failure_reason.size(), "%s", error.what());
+  } catch (...) {
+    const std::lock_guard lock(reason_mutex);
+    std::snprintf(failure_reason.data(), failure_reason.size(), "an exception of unknown type");
+  }
+  failed_units.fetch_add(1, std::memory_order_release);
+  return Status::kFailed;
+}
+
 // ---- the mover -------------------------------------------------------------------------------------------------
 
 Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media)
-    : impl_(std::make_unique<Impl>(options, shape, index, media, &retired_)) {
+    : impl_(std::make_unique<Impl>(options, shape, index, media)) {
   if ((options.copy_threads == 0) != (options.io_threads == 0)) {
     throw std::invalid_argument("mover: copy_threads " + std::to_string(options.copy_threads) + " and io_threads " +
                                 std::to_string(options.io_threads) +
@@ -937,12 +1078,14 @@ Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::ar
   if (media[kPoolColumn] != nullptr)
     throw std::invalid_argument("mover: the device tier travels as a lent pool and has no medium");
   const WorkerSignalMask mask;
+  if (impl_->is_stepped) impl_->workers.push_back(std::make_unique<Worker>());
   auto start = [&](int queue, uint32_t count, const char* job) {
     for (uint32_t i = 0; i < count; ++i) {
-      impl_->threads.emplace_back(
-          [impl = impl_.get(), queue, name = "sw-" + std::string(job) + "-" + std::to_string(i)](std::stop_token stop) {
-            impl->work(stop, queue, name);
-          });
+      impl_->workers.push_back(std::make_unique<Worker>());
+      impl_->threads.emplace_back([impl = impl_.get(), queue, worker = impl_->workers.back().get(),
+                                   name = "sw-" + std::string(job) + "-" + std::to_string(i)](std::stop_token stop) {
+        impl->work(stop, queue, *worker, name);
+      });
     }
   };
   start(kCopyQueue, options.copy_threads, "copy");
@@ -957,7 +1100,10 @@ Mover::~Mover() {
     return;
   }
   drain(0, true);
+  if (stuck()) static_cast<void>(impl_.release());  // its worker may come back to it
 }
+
+RetireList& Mover::retired() noexcept { return impl_->retired; }
 
 Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std::shared_ptr<Transfer>* out) {
   Impl& impl = *impl_;
@@ -979,9 +1125,9 @@ Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std
     for (const UnitPlan& unit : stage) ++needed[unit.io ? kIoQueue : kCopyQueue];
   }
   // Everything that may throw comes before anything is taken.
-  if (transfer->spec_.keep_alive != 0) retired_.reserve(1);
+  if (transfer->spec_.keep_alive != 0) impl.retired.reserve(1);
   const auto refused = [&](Status status) {
-    if (transfer->spec_.keep_alive != 0) retired_.unreserve(1);
+    if (transfer->spec_.keep_alive != 0) impl.retired.unreserve(1);
     return status;
   };
   {
@@ -1042,20 +1188,52 @@ bool Mover::drain(double timeout_s, bool close) {
       while (step(kCopyQueue) || step(kIoQueue)) {
       }
       lock.lock();
-    } else {
-      impl.idle.wait(lock, is_idle);
+    } else if (!impl.idle.wait_for(lock, std::chrono::duration<double>(kLetGo_s), is_idle)) {
+      std::vector<std::shared_ptr<Transfer>> stuck;
+      for (const auto& [key, transfer] : impl.live) stuck.push_back(transfer);
+      lock.unlock();
+      for (const auto& transfer : stuck) transfer->abandon(Status::kCancelled);
+      lock.lock();
     }
   }
-  if (close)
+  if (close && is_idle())
     ended.swap(impl.threads);  // nothing can come any more: whoever still refers to this mover keeps no thread alive
   lock.unlock();
   return finished;
 }
 
+bool Mover::stuck() const {
+  const Impl& impl = *impl_;
+  if (impl.pid != ::getpid()) return false;
+  std::lock_guard lock(impl.queue_mutex);
+  return impl.closed && !impl.live.empty();
+}
+
+bool Mover::join() {
+  Impl& impl = *impl_;
+  if (impl.pid != ::getpid()) return true;
+  std::vector<std::jthread> ended;  // joined when this returns, without the lock
+  std::lock_guard lock(impl.queue_mutex);
+  if (!impl.live.empty()) return false;
+  ended.swap(impl.threads);
+  return true;
+}
+
+void Mover::set_readable(TierMask tiers) noexcept { impl_->readable.store(tiers, std::memory_order_relaxed); }
+
+std::vector<WorkerCall> Mover::calls() const {
+  std::vector<WorkerCall> calls;
+  for (const auto& worker : impl_->workers) {
+    const uint64_t call = worker->call.load(std::memory_order_relaxed);
+    calls.push_back({call >> 3, static_cast<int>(call & 7) - 1});
+  }
+  return calls;
+}
+
 bool Mover::step(int queue) {
   Impl& impl = *impl_;
   if (impl.pid != ::getpid() || !impl.is_stepped || queue < 0 || queue >= kQueues) return false;
-  return impl.run_one(queue, impl.stepped);
+  return impl.run_one(queue, *impl.workers.front());
 }
 
 MoverStats Mover::stats() const {
@@ -1068,6 +1246,16 @@ MoverStats Mover::stats() const {
   stats.checksum_failures = impl.checksum_failures.load(std::memory_order_relaxed);
   stats.bus_faults = impl.bus_faults.load(std::memory_order_relaxed);
   stats.io_errors = impl.io_errors.load(std::memory_order_relaxed);
+  for (size_t column = 0; column < kTiers; ++column) {
+    // The count first: the errno read then is that error's, or a later one's.
+    stats.read_errors[column] = impl.read_errors[column].load(std::memory_order_acquire);
+    stats.write_errors[column] = impl.write_errors[column].load(std::memory_order_acquire);
+    stats.read_errno[column] = impl.read_errno[column].load(std::memory_order_relaxed);
+    stats.write_errno[column] = impl.write_errno[column].load(std::memory_order_relaxed);
+  }
+  stats.failed_units = impl.failed_units.load(std::memory_order_acquire);
+  stats.retried_pages = impl.retried_pages.load(std::memory_order_relaxed);
+  stats.rescued_pages = impl.rescued_pages.load(std::memory_order_relaxed);
   stats.transfers = impl.transfers.load(std::memory_order_relaxed);
   stats.commits = impl.commits.load(std::memory_order_relaxed);
   stats.aborts = impl.aborts.load(std::memory_order_relaxed);
@@ -1081,6 +1269,11 @@ MoverStats Mover::stats() const {
 std::string Mover::poison_reason() const {
   const std::lock_guard lock(impl_->reason_mutex);
   return impl_->poison_reason.data();
+}
+
+std::string Mover::failure() const {
+  const std::lock_guard lock(impl_->reason_mutex);
+  return impl_->failure_reason.data();
 }
 
 bool Mover::poisoned() const noexcept {

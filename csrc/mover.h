@@ -19,8 +19,13 @@
 // fails alone. A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from
 // it holds the page; else it is kept.
 // What a stage has written to a medium that settles is committed by a round of the io workers when the stage is over.
+// A load whose source failed (checksum, record, I/O, bus fault) has that copy quarantined and asks one other tier that
+// holds the page, once: a unit of its own, behind the others. Only then is the page lost to the load.
+// An exception in a unit fails the pages of that unit that are not decided (kFailed), returns their claims, and the
+// worker goes on; a failed assertion poisons.
 // Fault points: mover.unit, mover.before_copy, mover.after_copy (before a commit, or before a page is said to have
-// landed), mover.after_commit; an armed errno stands for an exception there.
+// landed), mover.after_commit; an armed errno stands for an exception there, and at mover.assertion for a failed
+// assertion.
 //
 // Threads: submit from any thread; workers are sw-copy-n and sw-io-n. With copy_threads = io_threads = 0 nothing runs
 // until step() is called: the stepped mover of stepwell.testing.
@@ -40,6 +45,9 @@
 
 namespace stepwell {
 
+// How long drain() waits for calls under way once it has cancelled: a healthy disk answers within it.
+constexpr double kLetGo_s = 2.0;
+
 struct MoverOptions {
   uint32_t copy_threads = 1;
   uint32_t io_threads = 2;
@@ -53,36 +61,57 @@ struct MoverStats {
   uint64_t checksum_failures = 0;
   uint64_t bus_faults = 0;
   uint64_t io_errors = 0;
+  // Of those, by the column whose medium failed, and the errno of the last one; 0: none is known.
+  std::array<uint64_t, kTiers> read_errors{}, write_errors{};
+  std::array<int, kTiers> read_errno{}, write_errno{};
+  uint64_t failed_units = 0;                      // that an exception ended
+  uint64_t retried_pages = 0, rescued_pages = 0;  // asked for in a second tier, and had from there
   uint64_t transfers = 0;
   uint64_t commits = 0, aborts = 0;         // sink claims decided: together all that were submitted, once idle
   uint64_t queued_copy = 0, queued_io = 0;  // units waiting
+};
+
+// What one worker is in: it is the same call as at the last look where both numbers are the same.
+struct WorkerCall {
+  uint64_t serial = 0;
+  int column = -1;  // the medium that it is in; kPoolColumn: the caller's memory; -1: idle
 };
 
 class Mover {
  public:
   // media[tier]: null where the store lacks the tier (kDevice always null). All outlive the mover.
   Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media);
-  ~Mover();  // drain(0) and join
+  // drain(0) and join. Where a call still does not return, after kLetGo_s its worker is left behind with all it refers
+  // to but the media and the index: whoever owns those waits for `stuck()` to be false, or the process ends first.
+  ~Mover();
 
   // kOk: *out is queued and everything in spec will be decided, whatever happens. kQueueFull, kClosed, kPoisoned,
   // kInvalid: nothing was started and nothing of spec was consumed: claims, pins and lease stay the caller's. inbox may
   // be null.
   Status submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std::shared_ptr<Transfer>* out);
   // Waits until nothing is queued or running, at most timeout_s; then cancels the rest, and waits for what is being
-  // copied.
-  // True: all finished without cancelling. With `close` the workers are joined, and submit says kClosed from now on.
+  // copied, at most kLetGo_s: what is in a call that has not returned by then is abandoned, decided but not ended.
+  // True: all finished without cancelling. With `close` submit says kClosed from now on, and the workers are joined,
+  // unless stuck(): then the index and the media must outlive it, and so must the locks of the files; call join().
   bool drain(double timeout_s, bool close);
+  // After drain(..., true): whether a worker is still in a call.
+  bool stuck() const;
+  // Joins the workers if none is stuck() any more. True: they are joined.
+  bool join();
+  // The tiers that a second try of a load may read; all, at first.
+  void set_readable(TierMask tiers) noexcept;
+  std::vector<WorkerCall> calls() const;
   // Runs one unit of the given queue (0 copy, 1 io) on the calling thread. False: none was waiting. Only with 0
   // threads.
   bool step(int queue);
   MoverStats stats() const;
-  RetireList& retired() noexcept { return retired_; }
+  RetireList& retired() noexcept;
   bool poisoned() const noexcept;
   std::string poison_reason() const;  // what failed first in a worker; "" if nothing did
+  std::string failure() const;        // the last exception that ended a unit; "" if none did
 
  private:
   struct Impl;
-  RetireList retired_;
   std::unique_ptr<Impl> impl_;
 };
 

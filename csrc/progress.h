@@ -25,9 +25,14 @@ struct PageProgress {
   uint8_t source_stage = 0;                 // the last stage that reads the page's own source; fixed at submit
   // sinks whose claim was committed or aborted (pool: landed or given up); of a check, the source once it was right
   ColumnMask settled = 0;
-  ColumnMask published = 0;      // record written, claim not committed yet
-  ColumnMask unsettled = 0;      // of these: to be made durable by the medium first, after the stage's last unit
-  bool source_settled = false;   // a LEAVING source was finished, kept or quarantined
+  ColumnMask published = 0;     // record written, claim not committed yet
+  ColumnMask unsettled = 0;     // of these: to be made durable by the medium first, after the stage's last unit
+  bool source_settled = false;  // a LEAVING source was finished, kept or quarantined
+  // Another tier that has the page, pinned there, and its slot: it is asked once where the first source failed. 0: none.
+  uint8_t second_source = 0;
+  bool was_retried = false;
+  Status first_failure = Status::kOk;  // of the first source
+  uint32_t second_slot = 0;
   Status failure = Status::kOk;  // the first one that decides the page's status
 
   bool is_check() const { return (sinks[0] | sinks[1]) == 0; }
@@ -39,6 +44,7 @@ struct UnitPlan {
   uint32_t count = 0;
   bool io = false;
   bool layered = false;
+  bool retry = false;  // one page, read from its second source
 };
 
 struct Transfer::Progress {

@@ -20,6 +20,7 @@ const char* status_name(Status status) noexcept {
     case Status::kClosed: return "closed";
     case Status::kPoisoned: return "poisoned";
     case Status::kInvalid: return "invalid";
+    case Status::kFailed: return "failed";
   }
   return "unknown";
 }

@@ -23,6 +23,7 @@ enum class Status : uint8_t {
   kClosed = 10,    // the object is closed
   kPoisoned = 11,  // an assertion failed earlier
   kInvalid = 12,   // an argument is out of range
+  kFailed = 13,    // an exception in the job that had it (no memory, most likely); nothing is wrong with the bytes
 };
 
 const char* status_name(Status status) noexcept;

@@ -287,6 +287,28 @@ void Transfer::close_gate() noexcept {
   condition_.notify_all();
 }
 
+void Transfer::abandon(Status status) noexcept {
+  cancel();
+  gate_.close();
+  std::lock_guard lock(mutex_);
+  if (progress_->done) return;
+  Completion completion{spec_.tag, static_cast<uint32_t>(spec_.pages.size()), 0, Status::kOk};
+  for (Status& page : progress_->status) {
+    if (page == Status::kPending) page = status;
+    if (page == Status::kOk) {
+      ++completion.ok_pages;
+    } else if (completion.status == Status::kOk) {
+      completion.status = page;
+    }
+  }
+  if (progress_->inbox != nullptr) progress_->inbox->push(completion);
+  progress_->inbox = nullptr;
+  progress_->source_released.store(true, std::memory_order_release);
+  progress_->gate_closed = true;
+  progress_->watchers.tell();
+  condition_.notify_all();
+}
+
 bool Transfer::decided() const noexcept {
   std::lock_guard lock(mutex_);
   return progress_->done || progress_->gate_closed;

@@ -182,6 +182,9 @@ class Transfer {
   // Closes the gate: when it returns no byte can land in the caller's memory; pages that had not landed report
   // kDeadline. The rest of the transfer goes on without the pool.
   void close_gate() noexcept;
+  // Gives up on a call that does not return: as cancel() and close_gate(); every page that is not decided reports
+  // `status`, and the inbox has its completion. The claims stay with the worker that is in that call.
+  void abandon(Status status) noexcept;
   // Whether the caller has nothing more to wait for: done, or the gate is closed.
   bool decided() const noexcept;
   bool wait_decided(double timeout_s) const;

@@ -55,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.device",
     ),
     ("waker", "mover", "keeper", "stats", "events"),
-    ("lease", "pins", "seen", "room", "copies", "sequence", "store"),
+    ("lease", "pins", "seen", "health", "room", "copies", "sequence", "store"),
     ("inspection", "verification", "removal"),  # tier directories without a store
     # what the command line shows of a configuration and of a machine
     (

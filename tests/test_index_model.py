@@ -230,9 +230,9 @@ class Pair:
             choose(8)
         ]
         if verb == "mend":
-            mended = choose(4) > 0
-            want = self.model.mend(page, tier, number, mended=mended)
-            got = self.index.mend(page, tier, number, mended)
+            mended, retired = choose(4) > 0, choose(2) > 0
+            want = self.model.mend(page, tier, number, mended=mended, retired=retired)
+            got = self.index.mend(page, tier, number, mended, retired)
         else:
             want = getattr(self.model, verb)(page, tier, number)
             got = getattr(self.index, verb)(page, tier, number)

@@ -526,14 +526,30 @@ def test_drain_finishes_or_cancels_and_closes(world: World) -> None:
     assert world.mover.submit(*batch.arguments(), pool=world.pool) == _core.Status.closed
 
 
-def test_an_exception_in_a_worker_poisons_and_decides_every_page(world: World) -> None:
+def test_an_exception_in_a_worker_costs_its_own_pages_and_no_others(world: World) -> None:
     _core.fault_arm("mover.after_copy", "errno", 2, 5)
     transfer = world.run(world.submit(world.save_batch([1, 2, 3], (SHARED,)), unpin_pages=True))
-    assert transfer.page_status().tolist() == [OK, POISONED, POISONED]
+    failed = int(_core.Status.failed)
+    assert transfer.page_status().tolist() == [OK, failed, failed]
+    assert not world.mover.poisoned
+    assert not world.index.poisoned()
+    stats = world.mover.stats()
+    assert (stats["commits"], stats["aborts"], stats["failed_units"]) == (1, 2, 1)
+    assert "mover.after_copy" in world.mover.failure
+    again = world.run(world.submit(world.save_batch([2, 3], (SHARED,)), unpin_pages=True))
+    assert again.page_status().tolist() == [OK, OK]
+    world.check_settled()
+
+
+def test_a_failed_assertion_in_a_worker_poisons_and_decides_every_page(world: World) -> None:
+    world.save([4], (SHARED,))
+    _core.fault_arm("mover.assertion", "errno", 1, 5)
+    transfer = world.run(world.submit(world.save_batch([1, 2, 3], (SHARED,)), unpin_pages=True))
+    assert transfer.page_status().tolist() == [POISONED] * 3
     assert world.mover.poisoned
     assert world.index.poisoned()
     stats = world.mover.stats()
-    assert (stats["commits"], stats["aborts"]) == (1, 2)
+    assert (stats["commits"], stats["aborts"]) == (1, 3)
     empty = np.zeros((0, 4), np.uint32)
     nothing = np.zeros(0, np.uint32)
     result = world.mover.submit(nothing, empty.astype(np.uint8), empty, empty)

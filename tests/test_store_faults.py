@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fail_every_call import FAULTS, OPERATIONS, fail_nth
 from stepwell.clock import ManualClock
-from stepwell.errors import ForkedError, StepwellError, StoreClosedError
+from stepwell.errors import BudgetError, ForkedError, PoisonedError, StepwellError, StoreClosedError
+from stepwell.health import MOST_PROBE_SECONDS
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each, inject, resume, wait_paused
 from store_kit import (
@@ -73,7 +75,8 @@ def test_an_open_that_fails_anywhere_says_so_and_leaves_nothing(
 def test_saves_loads_and_evictions_survive_a_failure_anywhere(
     open_rig: OpenRig, sizes: dict[str, int], point: str, error: int
 ) -> None:
-    rig = open_rig(**sizes)
+    clock = ManualClock()
+    rig = open_rig(**sizes, clock=clock)
     for fault in fail_each(point, error):
         number = fault.nth
         with fault:
@@ -83,7 +86,10 @@ def test_saves_loads_and_evictions_survive_a_failure_anywhere(
             rig.load(chain(number, 3))
             rig.store.forget(chain(number, 3), keep=PAGE_TOKENS)
             rig.store.flush()
-        rig.round()
+        rig.round()  # a tier that had no room is read-only now
+        clock.advance(MOST_PROBE_SECONDS)
+        rig.round()  # it was tried, and is not
+        assert {tier.state for tier in rig.store.stats().tiers.values()} == {"serving"}
         assert_whole(rig.store)
         assert_unpinned(rig.store)
         # What the failed calls left is right, or gone; and the next save finds everything in order.
@@ -208,8 +214,10 @@ def test_what_is_damaged_in_shared_memory_is_served_from_disk(open_rig: OpenRig,
     rig.save(chain(1, 4))
     [path] = directories.volumes("vol")
     flip(path, stamps(chain(1, 4))[0].tobytes())
-    assert rig.load(chain(1, 4)) == 0
     assert rig.load(chain(1, 4)) == 4
+    stats = rig.store.stats()
+    assert (stats.checksum_failures, stats.retried_pages, stats.rescued_pages) == (1, 1, 1)
+    assert stats.misses["corrupt"] == 0
     rig.round()
     rig.load(chain(1, 4))
     rig.store.flush()
@@ -391,13 +399,15 @@ def test_a_queue_that_is_full_refuses_at_once_and_returns_every_claim(open_rig: 
 def test_a_bug_in_a_worker_makes_the_store_miss_and_say_so(open_rig: OpenRig) -> None:
     rig = open_rig(**SHARED_ONLY)
     rig.save(chain(1, 4))
-    with inject("mover.before_copy", "errno", nth=1, value=errno.EINVAL):
+    with inject("mover.assertion", "errno", nth=1, value=errno.EINVAL):
         transfer = rig.start_load(chain(1, 4))
         assert transfer.wait()
     assert transfer.ok_pages == 0
     assert rig.store.match(chain(1, 4)).pages == 0
-    with pytest.raises(StepwellError, match="misses only"):
+    with pytest.raises(PoisonedError, match="misses only"):
         rig.store.stats()
+    with pytest.raises(PoisonedError, match="misses only"):
+        rig.close()
     rig.close()
     assert open_rig(**SHARED_ONLY).load(chain(1, 4)) == 4
 
@@ -601,3 +611,114 @@ def test_a_stalled_read_does_not_hold_up_a_probe_or_a_save_elsewhere(open_rig: O
         resume("file.pread")
     assert transfer.wait()
     assert transfer.ok_pages == 4
+
+
+# Every call of the file layer in turn: tests/fail_every_call.py has all of it, here is a sample
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [
+        (operation, fault)
+        for number, operation in enumerate(OPERATIONS)
+        for fault in (list(FAULTS)[number % len(FAULTS)], list(FAULTS)[(number + 5) % len(FAULTS)])
+    ],
+)
+def test_whichever_call_fails_or_is_short_nothing_is_wrong_left_or_broken(
+    no_leaks: None, operation: str, fault: str
+) -> None:
+    for nth in (1, 4, 12):
+        fail_nth(operation, fault, nth)
+
+
+# Machines that are small
+
+
+def test_a_tmpfs_that_is_full_refuses_with_numbers(tmp_path: Path, no_leaks: None) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode()!r}")
+    try:
+        directories = Directories(shared=small / "shared", disk=tmp_path / "disk")
+        with pytest.raises(BudgetError, match="shared"):
+            Rig(directories.config(shared=8 * VOLUME_BYTES, disk=0))
+        rig = Rig(directories.config(shared=3 * VOLUME_BYTES, disk=0))
+        (small / "other").write_bytes(bytes(700 * 1024))  # somebody else takes the room that is left
+        for number in range(12):
+            rig.save(chain(number, 24))
+            rig.round()
+        stats = rig.store.stats().tiers["shared"]
+        assert (stats.state, stats.capacity) == ("serving", rig.store._room._tiers[Tier.SHARED].members[0].count)
+        assert rig.load(chain(11, 24)) == 24
+        rig.close()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_directory_that_becomes_read_only_is_read_on(tmp_path: Path, no_leaks: None) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode()!r}")
+    clock = ManualClock()
+    try:
+        directories = Directories(shared=tmp_path / "shared", disk=place / "disk")
+        rig = Rig(directories.config(shared=0, disk=2 * VOLUME_BYTES), clock=clock)
+        rig.save(chain(1, 4))
+        # What the kernel makes of a disk that fails: the descriptors stay, and every write through them is EROFS.
+        remounted = subprocess.run(["mount", "-o", "remount,ro", str(place)], capture_output=True)
+        if remounted.returncode != 0:  # files that are open for writing keep it from that here: the fault instead
+            with inject("file.pwrite", "errno", value=errno.EROFS):
+                assert not rig.save(chain(2, 4)).transfer.ok.any()
+                rig.round()
+                assert rig.store.stats().tiers["disk"].state == "read-only"
+                assert rig.load(chain(1, 4)) == 4
+        else:
+            assert not rig.save(chain(2, 4)).transfer.ok.any()
+            rig.round()
+            assert rig.store.stats().tiers["disk"].state == "read-only"
+            assert rig.load(chain(1, 4)) == 4
+            subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        clock.advance(MOST_PROBE_SECONDS)
+        rig.round()
+        assert rig.store.stats().tiers["disk"].state == "serving"
+        assert rig.save(chain(2, 4)).transfer.ok.all()
+        rig.close()
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_memory_cgroup_refuses_with_numbers_and_nobody_is_killed(
+    directories: Directories, no_leaks: None
+) -> None:
+    group = Path(f"/sys/fs/cgroup/memory/stepwell-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(256 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
+    script = (
+        "import os, sys\n"
+        f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\nfrom store_kit import *\nfrom stepwell.errors import BudgetError\n"
+        f"directories = Directories(Path({str(directories.shared)!r}), Path({str(directories.disk)!r}))\n"
+        "try:\n"
+        "    Rig(directories.config(shared=1 << 30, disk=0))\n"
+        "except BudgetError as error:\n"
+        "    assert 'cgroup' in str(error), error\n"
+        "    print('refused:', error)\n"
+        "rig = Rig(directories.config(shared=4 * VOLUME_BYTES, disk=0))\n"
+        "assert rig.save(chain(1, 4)).transfer.ok.all() and rig.load(chain(1, 4)) == 4\n"
+        "rig.close()\nprint('alive')\n"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        group.rmdir()
+    assert done.returncode == 0, done.stderr
+    assert "refused:" in done.stdout
+    assert "alive" in done.stdout

@@ -429,21 +429,21 @@ void bind_index(nb::module_& module) {
           nb::arg("page"), nb::arg("tier"), nb::arg("slot"), Release())
       .def(
           "claim_quarantined",
-          [](Index& self, int tier, uint32_t n) {
+          [](Index& self, int tier, uint32_t n, bool even_retired) {
             std::vector<Victim> victims;
             {
               nb::gil_scoped_release release;
-              self.claim_quarantined(to_tier(tier), n, &victims);
+              self.claim_quarantined(to_tier(tier), n, &victims, even_retired);
             }
             return to_arrays(victims);
           },
-          nb::arg("tier"), nb::arg("n"))
+          nb::arg("tier"), nb::arg("n"), nb::arg("even_retired") = false)
       .def(
           "mend",
-          [](Index& self, uint32_t page, int tier, uint32_t number, bool mended) {
-            return self.mend(page, to_tier(tier), number, mended);
+          [](Index& self, uint32_t page, int tier, uint32_t number, bool mended, bool retired) {
+            return self.mend(page, to_tier(tier), number, mended, retired);
           },
-          nb::arg("page"), nb::arg("tier"), nb::arg("number"), nb::arg("mended"), Release())
+          nb::arg("page"), nb::arg("tier"), nb::arg("number"), nb::arg("mended"), nb::arg("retired") = false, Release())
       .def(
           "claim_chain",
           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint32_t keep_pages, int tiers) {

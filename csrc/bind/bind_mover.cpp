@@ -223,6 +223,15 @@ nb::typed<nb::dict, nb::str, nb::any> stats(MoverHandle& self) {
   result["checksum_failures"] = stats.checksum_failures;
   result["bus_faults"] = stats.bus_faults;
   result["io_errors"] = stats.io_errors;
+  result["read_errors"] = by_column(stats.read_errors);
+  result["write_errors"] = by_column(stats.write_errors);
+  result["read_errno"] =
+      nb::make_tuple(stats.read_errno[0], stats.read_errno[1], stats.read_errno[2], stats.read_errno[3]);
+  result["write_errno"] =
+      nb::make_tuple(stats.write_errno[0], stats.write_errno[1], stats.write_errno[2], stats.write_errno[3]);
+  result["failed_units"] = stats.failed_units;
+  result["retried_pages"] = stats.retried_pages;
+  result["rescued_pages"] = stats.rescued_pages;
   result["transfers"] = stats.transfers;
   result["commits"] = stats.commits;
   result["aborts"] = stats.aborts;
@@ -361,6 +370,16 @@ void bind_transfer(nb::module_& module) {
             transfer.close_gate();
           },
           "Return when no byte can land in the lent pool any more; pages that had not landed report `deadline`.")
+      .def(
+          "abandon",
+          [](const TransferHandle& self, Status status) {
+            Transfer& transfer = *self;
+            nb::gil_scoped_release release;
+            transfer.abandon(status);
+          },
+          nb::arg("status"),
+          "Give up on a call that does not return: cancel, close the gate, and let what is not decided report "
+          "`status`.")
       .def("page_status", &page_status, "Return the Status of each page: uint8[pages]; `pending` where not decided.")
       .def(
           "landed", [](const TransferHandle& self) { return to_numpy(self->landed()); },
@@ -438,6 +457,35 @@ void bind_mover_class(nb::module_& module) {
       .def("drain_retired", &MoverHandle::drain_retired,
            "Drop what ended transfers kept alive; return how many there were.")
       .def("stats", &stats, "Return the counters: dict; bytes_read and bytes_written are tuples by column.")
+      .def(
+          "join",
+          [](MoverHandle& self) {
+            bool joined = false;
+            {
+              nb::gil_scoped_release release;
+              joined = self.mover().join();
+            }
+            if (joined) self.drain_retired();
+            return joined;
+          },
+          "After drain(close=True): join the workers unless one is still in a call. Returns whether they are joined.")
+      .def_prop_ro(
+          "stuck", [](MoverHandle& self) { return self.mover().stuck(); },
+          "After drain(close=True): whether a worker is still in a call.")
+      .def(
+          "set_readable", [](MoverHandle& self, int tiers) { self.mover().set_readable(static_cast<TierMask>(tiers)); },
+          nb::arg("tiers"), "Name the tiers (a mask) that a load may ask where its first source has failed.")
+      .def(
+          "calls",
+          [](MoverHandle& self) {
+            std::vector<std::tuple<uint64_t, int>> calls;
+            for (const WorkerCall& call : self.mover().calls()) calls.emplace_back(call.serial, call.column);
+            return calls;
+          },
+          "Return for each worker (serial number of the call it is in, column; -1: idle).")
+      .def_prop_ro(
+          "failure", [](MoverHandle& self) { return self.mover().failure(); },
+          "The last exception that ended a unit of work; empty if none did.")
       .def_prop_ro("poisoned", [](MoverHandle& self) { return self.mover().poisoned(); })
       .def_prop_ro(
           "poison_reason", [](MoverHandle& self) { return self.mover().poison_reason(); },

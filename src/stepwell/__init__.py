@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stepwell.sequence import Extended, Sequence
     from stepwell.settings import Origin, Settings, from_mapping, load_settings
     from stepwell.stats import Stats, TierStats, Tree
-    from stepwell.store import PageStore, Probe, VerifyResult
+    from stepwell.store import PageStore, Probe, Reopened, VerifyResult
 
 __all__ = [
     "DeviceTier",
@@ -64,6 +64,7 @@ __all__ = [
     "PoolPointers",
     "PoolSlice",
     "Probe",
+    "Reopened",
     "Residency",
     "SaveOutcome",
     "SaveResult",
@@ -105,7 +106,7 @@ _HOMES = {
     "sequence": ("Extended", "Sequence"),
     "settings": ("Origin", "Settings", "from_mapping", "load_settings"),
     "stats": ("Stats", "TierStats", "Tree"),
-    "store": ("PageStore", "Probe", "VerifyResult"),
+    "store": ("PageStore", "Probe", "Reopened", "VerifyResult"),
 }
 _MODULES = ("errors", "inspection", "removal", "verification")  # public as wholes
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

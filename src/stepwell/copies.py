@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +21,7 @@ from stepwell.mover import (
     SINK,
     SOURCE,
     STATUS_REASON,
+    UNUSED,
     Inbox,
     Plan,
     Transfer,
@@ -41,6 +44,8 @@ REFUSED: Final = int(ClaimOutcome.REFUSED)
 NOT_FULL: Final = 0xFFFFFFFF
 _MOST_USED: Final = 1024
 """Pages that one lookup may have written to disk: the rest waits for the next."""
+_LOOK_SECONDS: Final = 1.0
+"""How often who waits for a transfer to end looks whether it was given up."""
 _CLAIMED_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
 
 
@@ -60,6 +65,7 @@ class _Watched:
     core: _core.Transfer
     is_load: bool
     epoch: int
+    roles: U8  # of its plan
 
 
 class Copies:
@@ -79,6 +85,7 @@ class Copies:
         self._tags = itertools.count(1)
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
+        self._left: list[tuple[_core.Transfer, U8]] = []  # given up, not ended; the roles of their pages
 
     @property
     def mover(self) -> _core.Mover | None:
@@ -205,7 +212,7 @@ class Copies:
 
         Nothing where disk writes are not selective. What finds no room in the mover's queue waits for its next use.
         """
-        if self._room.seen is None or match.pages == 0:
+        if self._room.seen is None or match.pages == 0 or not self._room.is_writable(Tier.DISK):
             return
         lease = match.lease_id()
         batch = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, _MOST_USED)
@@ -232,7 +239,7 @@ class Copies:
         claimed: list[U32] = []
         open_rows = tiers == Tier.DISK
         for target in (Tier.SHARED, Tier.HOST):
-            if self._room.medium(target) is None or not open_rows.any():
+            if not self._room.is_writable(target) or not open_rows.any():
                 continue
             self._room.make(target, int(open_rows.sum()))
             batch = self._index.claim_leased(lease, target, open_rows)
@@ -261,7 +268,7 @@ class Copies:
         barred = batch.outcomes[:, Tier.HOST] == REFUSED
         _take_claims(plan, batch, Tier.HOST, staged)
         cold = staged & (tiers == Tier.DISK)
-        if self._room.medium(Tier.SHARED) is not None and cold.any():
+        if self._room.is_writable(Tier.SHARED) and cold.any():
             self._room.make(Tier.SHARED, int(cold.sum()))
             batch = self._index.claim_leased(lease, Tier.SHARED, cold)
             both = batch.outcomes[:, Tier.SHARED] == NEW
@@ -332,7 +339,7 @@ class Copies:
         at = None if deadline is None else self._clock.monotonic() + deadline
         transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
         with self._lock:
-            self._watched[tag] = _Watched(transfer, core, is_load, epoch)
+            self._watched[tag] = _Watched(transfer, core, is_load, epoch, plan.roles)
         return transfer
 
     def ended(
@@ -360,6 +367,18 @@ class Copies:
         with self._lock:
             return [watched.core for watched in self._watched.values()]
 
+    def wait(self, core: _core.Transfer, timeout: float | None) -> bool:
+        """Wait until a transfer has ended, or was given up. False: not within `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not core.wait(_LOOK_SECONDS if until is None else min(_LOOK_SECONDS, until - time.monotonic())):
+            with self._lock:
+                is_left = any(core is left for left, _ in self._left)
+            if is_left:
+                return True
+            if until is not None and time.monotonic() >= until:
+                return core.done
+        return True
+
     def enforce_deadlines(self) -> None:
         """Cancel what has passed its deadline."""
         with self._lock:
@@ -376,11 +395,41 @@ class Copies:
                 each.transfer.revoke()
             each.transfer.cancel()
 
+    def cancel_tier(self, tier: Tier) -> None:
+        """Let what reads or writes a tier end: what of it has not started does not start."""
+        for each in self._touching(tier):
+            each.transfer.cancel()
+
+    def give_up(self, tier: Tier) -> None:
+        """Let what reads or writes a tier end now, whether or not its calls return: as I/O errors."""
+        stuck = self._touching(tier)
+        for each in stuck:
+            each.core.abandon(_core.Status.io_error)
+        with self._lock:
+            gone = [self._watched.pop(each.core.tag) for each in stuck if each.core.tag in self._watched]
+            self._left = [*self._left, *((each.core, each.roles) for each in gone)]
+        self._count(gone)
+
+    def left_behind(self, tier: Tier) -> int:
+        """Return how many pages may be arriving in a tier that nobody should wait for: given up, in a call that has not
+        returned."""
+        with self._lock:
+            self._left = [(core, roles) for core, roles in self._left if not core.done]
+            left = list(self._left)
+        return sum(int(((roles[:, tier] == SINK) & (core.landed() >> tier & 1 == 0)).sum()) for core, roles in left)
+
+    def _touching(self, tier: Tier) -> list[_Watched]:
+        with self._lock:
+            return [each for each in self._watched.values() if (each.roles[:, tier] != UNUSED).any()]
+
     def account(self) -> None:
         """Count what done transfers did not deliver, once each, and forget them."""
         with self._lock:
             done = [tag for tag, watched in self._watched.items() if watched.core.done]
             finished = [self._watched.pop(tag) for tag in done]
+        self._count(finished)
+
+    def _count(self, finished: Iterable[_Watched]) -> None:
         for watched in finished:
             if not watched.is_load:
                 continue

@@ -1,16 +1,19 @@
-"""Run the store's background round in one thread, `sw-keeper`.
+"""Run the store's background rounds in threads: `sw-keeper`, and `sw-keeper-<tier>` for each tier that has files.
 
-What a round does is the store's (`PageStore._tick`); here is only when: at once when woken, every 80 ms while the store
-is used (what was used when is written then, for who adopts its volumes), and every quarter of a second while it is not,
-so that probe leases end, deadlines hold, and what a neighbour lacks is given back within a second.
+What a round does is the store's; here is only when: at once when woken, every 80 ms while the store is used (what was
+used when is written then, for who adopts its volumes), and every quarter of a second while it is not, so that probe
+leases end, deadlines hold, and what a neighbour lacks is given back within a second. Tiers have threads of their own
+so that one whose files do not answer keeps nobody else's round from running.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from stepwell.errors import StepwellError
 
@@ -18,17 +21,24 @@ _LOG = logging.getLogger("stepwell")
 INTERVAL = 0.25
 BUSY_INTERVAL = 0.08
 """Seconds between two rounds while the store is used: a death loses the order of at most the last 100 ms."""
+_SAY_AGAIN_SECONDS: Final = 60.0
+_MOST_SAID: Final = 256
 
 
 class Keeper:
     """Call `tick`, a bound method, from one thread until stopped. It says whether there will be more to do soon.
 
-    Invariant: never two ticks at once; a tick that raises StepwellError or OSError is logged (once for each message)
-    and the next one runs. The thread does not keep the method's owner alive: it ends when that has gone.
+    Invariant: never two ticks at once; a tick that raises is logged (each message at most once a minute) and the next
+    one runs. The thread does not keep the method's owner alive: it ends when that has gone.
     """
 
     def __init__(
-        self, tick: Callable[[], bool], *, interval: float = INTERVAL, busy_interval: float = BUSY_INTERVAL
+        self,
+        tick: Callable[[], bool],
+        *,
+        name: str = "sw-keeper",
+        interval: float = INTERVAL,
+        busy_interval: float = BUSY_INTERVAL,
     ) -> None:
         self._tick = weakref.WeakMethod(tick)
         self._interval = interval
@@ -38,8 +48,8 @@ class Keeper:
         self._is_used = False
         self._is_idle = False
         self._stopping = False
-        self._said: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="sw-keeper", daemon=True)
+        self._said: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -62,12 +72,21 @@ class Keeper:
             if self._is_idle:
                 self._event.set()
 
-    def stop(self) -> None:
-        """End the thread after the round it is in; wait for it. Idempotent."""
+    def ask_to_stop(self) -> None:
+        """End the thread after the round it is in, without waiting."""
         self._stopping = True
         self._event.set()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """End the thread after the round it is in; wait for it, at most `timeout` seconds. Idempotent.
+
+        Returns:
+            Whether it has ended; one that is stuck in a call ends when that returns.
+        """
+        self.ask_to_stop()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive() or self._thread is threading.current_thread()
 
     def _run(self) -> None:
         is_busy = False
@@ -86,9 +105,60 @@ class Keeper:
                 return
             try:
                 is_busy = tick() or was_used  # what was used just now may be noted in the index only by the next round
-            except (StepwellError, OSError) as error:
-                text = f"{type(error).__name__}: {error}"
-                if text not in self._said and len(self._said) < 256:
-                    self._said.add(text)
-                    _LOG.warning("background round: %s", text)
+            except Exception as error:  # noqa: BLE001 whatever it is, the rounds after it keep the store going
+                self._say(error)
             del tick  # while this thread waits, the owner may go
+
+    def _say(self, error: Exception) -> None:
+        text, now = f"{type(error).__name__}: {error}", time.monotonic()
+        if now - self._said.get(text, float("-inf")) < _SAY_AGAIN_SECONDS:
+            return
+        self._said = {said: at for said, at in self._said.items() if now - at < _SAY_AGAIN_SECONDS}
+        if len(self._said) >= _MOST_SAID:
+            return
+        self._said[text] = now
+        is_the_worlds = isinstance(error, (StepwellError, OSError))
+        _LOG.warning("background round: %s", text, exc_info=None if is_the_worlds else error)
+
+
+class Keepers:
+    """The keeper threads of one store: its own, and one for each tier that has files."""
+
+    def __init__(self, tick: Callable[[], bool], rounds: Mapping[str, Callable[[], bool]], *, used: str) -> None:
+        """Args: tick: the store's own. rounds: the tiers', by name. All bound methods; the owners outlive the threads
+        or end them. used: the tier, if it is one of them, whose rounds come faster while the store is used."""
+        by_name = {name: Keeper(each, name=f"sw-keeper-{name}") for name, each in rounds.items()}
+        self._keepers = [Keeper(tick), *by_name.values()]
+        self._used = by_name.get(used)
+
+    def start(self) -> None:
+        """Start the threads."""
+        for keeper in self._keepers:
+            keeper.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there will be another round of each."""
+        return all(keeper.is_running for keeper in self._keepers)
+
+    def wake(self) -> None:
+        """Ask for a round of each now. Threads: any."""
+        for keeper in self._keepers:
+            keeper.wake()
+
+    def note_use(self) -> None:
+        """Say that the store is used; see Keeper.note_use."""
+        if self._used is not None:
+            self._used.note_use()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """End the threads after the rounds they are in; wait for all of them, at most `timeout` seconds. Idempotent.
+
+        Returns:
+            Whether they have ended.
+        """
+        for keeper in self._keepers:
+            keeper.ask_to_stop()
+        until = None if timeout is None else time.monotonic() + timeout
+        ended = [keeper.stop(None if until is None else max(0.0, until - time.monotonic())) for keeper in self._keepers]
+        return all(ended)

@@ -59,6 +59,7 @@ STATUS_REASON: Final = {
     _core.Status.closed.value: "full",
     _core.Status.poisoned.value: "poisoned",
     _core.Status.invalid.value: "corrupt",
+    _core.Status.failed.value: "full",
 }
 
 
@@ -405,6 +406,7 @@ class Full:
 
     tier: its name. needed: pages that found no slot. free, evictable, leaving: pages at that moment. pinned: pages that
     lookups and transfers hold. held: those whose last lasting copy a pin() keeps.
+    why: where it is out of service or read-only, what for; then the numbers are not what keeps pages out.
     """
 
     tier: str
@@ -414,8 +416,11 @@ class Full:
     leaving: int
     pinned: int
     held: int
+    why: str = ""
 
     def __str__(self) -> str:
+        if self.why:
+            return f"{self.tier} tier takes no pages: {self.why}; {self.needed} pages were refused"
         return (
             f"{self.tier} tier full: need {self.needed} pages, {self.free} free, {self.evictable} evictable, "
             f"{self.pinned} pinned by lookups and transfers, {self.held} kept by pin(), {self.leaving} leaving"

@@ -1,27 +1,45 @@
-"""Decide what leaves a tier: make room for what is wanted, count what went, mend what was damaged."""
+"""Decide what leaves a tier: make room for what is wanted, count what went, mend what was damaged, try what failed."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
-from stepwell.errors import StepwellUsageError
+from stepwell.clock import Clock, SystemClock
+from stepwell.errors import StepwellError, StepwellUsageError
+from stepwell.health import Health, TierState, most_quarantined
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
-from stepwell.keeper import Keeper
+from stepwell.keeper import Keepers
 from stepwell.mover import Full
 from stepwell.seen import Seen
 from stepwell.stats import Counters
 from stepwell.tiers.base import PageTier
+from stepwell.tiers.volume_tier import VolumeTier
 
 _MENDED_AT_ONCE: Final = 16
+_MEND_TRIES: Final = 6
+"""Tries after which a slot that cannot be rewritten and read back is retired; with the waits below, 31 seconds."""
+_MEND_SECONDS: Final = 1.0
+_MOST_MEND_SECONDS: Final = 60.0
 _MOST_PINNED: Final = 0.75
 """Of the pages that a tier has room for now: what may be pinned where it cannot grow."""
+
+
+@dataclass(slots=True)
+class _Mending:
+    """What mending a tier's slots came to. Written by who runs the tier's round."""
+
+    failed: dict[int, int] = field(default_factory=dict)  # slot -> tries that failed
+    wait: float = _MEND_SECONDS
+    due_at: float = float("-inf")
+    retired: int = 0
 
 
 class Room:
@@ -31,21 +49,35 @@ class Room:
     Threads: any.
     """
 
-    def __init__(self, index: Index, tiers: Mapping[Tier, PageTier], counters: Counters) -> None:
+    def __init__(
+        self,
+        index: Index,
+        tiers: Mapping[Tier, PageTier],
+        counters: Counters,
+        *,
+        health: Health | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """Args: tiers: the store's, but for the device; the mapping is looked at again at every call."""
         self._index = index
         self._tiers = tiers
         self._counters = counters
+        self._clock = clock if clock is not None else SystemClock()
+        self.health = health if health is not None else Health(self._clock, {})
+        self._mending: dict[Tier, _Mending] = {tier: _Mending() for tier in Tier}
         self.has_device = False
         self.seen: Seen | None = None
         """What was saved once, where disk writes are selective; None: every save is written through."""
-        self.keeper: Keeper | None = None
+        self.keeper: Keepers | None = None
         self.end_probes: Callable[[Tier], bool] = lambda _: False
         """Ends some of the leases of probes that hold pages of a tier; False: there are none."""
         self._growth = threading.Condition()
-        # GUARDED_BY(_growth): free slots asked for since the last round; how many asked, and were answered.
+        # GUARDED_BY(_growth), by tier: free slots asked for since the last round; how many asked, and were answered;
+        # and whose round did not answer in time: nobody waits for it until it does.
         self._wanted: dict[Tier, int] = {}
-        self._asked = self._answered = 0
+        self._asked = dict.fromkeys(Tier, 0)
+        self._answered = dict.fromkeys(Tier, 0)
+        self._silent: set[Tier] = set()
 
     # ---- which tiers ------------------------------------------------------------------------------------------------
 
@@ -56,8 +88,12 @@ class Room:
 
     @property
     def readable(self) -> int:
-        """The mask of tiers that a load into the caller's memory can read."""
-        return tier_mask(*self._tiers)
+        """The mask of tiers that a load into the caller's memory can read: those in service."""
+        return tier_mask(*(tier for tier in self._tiers if self.health.is_readable(tier)))
+
+    def is_writable(self, tier: Tier) -> bool:
+        """Whether pages may be written to a tier: the store has it, and it serves."""
+        return tier in self._tiers and self.health.is_writable(tier)
 
     @property
     def keeping(self) -> tuple[Tier, ...]:
@@ -68,14 +104,14 @@ class Room:
 
     @property
     def write_through(self) -> tuple[Tier, ...]:
-        """What a save can go to: `keeping`; see meant_for().
+        """What a save can go to: those of `keeping` that can be written to now, maybe none; see meant_for().
 
         Raises:
-            StepwellUsageError: there is none of them.
+            StepwellUsageError: the store has none of them.
         """
         if not self.keeping:
             raise StepwellUsageError("this store has no host, shared or disk tier to save to")
-        return self.keeping
+        return tuple(tier for tier in self.keeping if self.health.is_writable(tier))
 
     def meant_for(self, keys: npt.NDArray[np.uint8], known: int = 0) -> npt.NDArray[np.uint8] | None:
         """Say which tiers each page of a save is meant for.
@@ -85,10 +121,10 @@ class Room:
                 that an engine which saves a growing prompt chunk by chunk does not count as using it twice.
 
         Returns:
-            None: all of write_through. Else a mask a page: with the disk where the page was saved before, and has left
-            shared memory since.
+            None: all of write_through, also where shared memory cannot be written to now. Else a mask a page: with the
+            disk where the page was saved before, and has left shared memory since.
         """
-        if self.seen is None:
+        if self.seen is None or not self.is_writable(Tier.SHARED):
             return None
         meant = np.full(len(keys), tier_mask(Tier.SHARED), dtype=np.uint8)
         meant[known:][self.seen.add(keys[known:])] |= tier_mask(Tier.DISK)
@@ -154,24 +190,51 @@ class Room:
             return False
         with self._growth:
             self._wanted[tier] = max(pages, self._wanted.get(tier, 0))
-            self._asked += 1
-            mine = self._asked
+            self._asked[tier] += 1
+            mine = self._asked[tier]
             keeper.wake()
-            if patience <= 0 or not keeper.is_running:
+            if patience <= 0 or not keeper.is_running or tier in self._silent:
                 return False
-            return self._growth.wait_for(lambda: self._answered >= mine, patience) and place.may_grow
+            if not self._growth.wait_for(lambda: self._answered[tier] >= mine, patience):
+                self._silent.add(tier)
+                return False
+            return place.may_grow
 
-    def take_memory(self) -> None:
-        """Take the memory that was asked for since the last round. The keeper's."""
+    def take_memory(self, tier: Tier) -> None:
+        """Take the memory that was asked for since the last round. The tier's round."""
         with self._growth:
-            asked, wanted, self._wanted = self._asked, self._wanted, {}
+            asked, pages = self._asked[tier], self._wanted.pop(tier, 0)
         try:
-            for tier, pages in wanted.items():
+            if pages and self.is_writable(tier):
                 self._tiers[tier].grow(self._index, pages)
         finally:
             with self._growth:
-                self._answered = asked
+                self._answered[tier] = asked
+                self._silent.discard(tier)
                 self._growth.notify_all()
+
+    def tend(self, tier: Tier, *, low: float, high: float) -> bool:
+        """Do a tier's background round: take memory, make room ahead of need, mend; or try it, where it does not serve.
+
+        Args:
+            low, high: fractions of its slots: fewer free than `low` are too few, and `high` are to be free then.
+
+        Returns:
+            Whether another round should come soon: pages of shared memory were used, or some are on their way.
+        """
+        if self.health.is_stuck(tier):
+            return False
+        is_busy = tier is Tier.SHARED and self._index.has_stamps(tier)
+        self.take_memory(tier)
+        counts = self._index.counts(tier)
+        self.health.observe_quarantine(tier, counts["quarantined"], counts["capacity"])
+        if self.health.of(tier).state is not TierState.OUT:
+            low_pages, high_pages = (max(1, int(counts["capacity"] * share)) for share in (low, high))
+            self.evict(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
+        self.mend(tier)
+        if self.health.is_due(tier):
+            self.health.probed(tier, self.probe(tier))
+        return is_busy or self._index.counts(tier)["arriving"] > 0
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
@@ -208,20 +271,85 @@ class Room:
             leaving=counts["leaving"],
             pinned=counts["pinned"],
             held=counts["held"],
+            why=self.health.of(tier).reason,
         )
 
     # ---- quarantine -------------------------------------------------------------------------------------------------
 
     def mend(self, tier: Tier) -> bool:
-        """Let some quarantined slots that can be rewritten and read back into use again. False: there are none left."""
+        """Let some quarantined slots that can be rewritten and read back into use again.
+
+        One that cannot is tried again after 1, 2, 4, ... 60 seconds, and after `_MEND_TRIES` is retired: out of use for
+        as long as its volume is.
+
+        Returns:
+            False: there are none left.
+        """
         if self._index.counts(tier)["quarantined"] == 0:
             return False
+        mending = self._mending[tier]
+        now = self._clock.monotonic()
+        if now < mending.due_at:
+            return True
         medium = self.medium(tier)
+        has_failed = False
         pages, slots, numbers = self._index.claim_quarantined(tier, _MENDED_AT_ONCE)
         for page, slot, number in zip(pages.tolist(), slots.tolist(), numbers.tolist(), strict=True):
             # A device slot is quarantined only with the whole pool, which has been replaced since.
             mended = medium is None or medium.rewrite_and_check(slot) == _core.Status.ok
-            self._index.mend(page, tier, number, mended)
+            tries = 0 if mended else mending.failed.get(slot, 0) + 1
+            is_retired = tries >= _MEND_TRIES
+            self._index.mend(page, tier, number, mended, is_retired)
+            mending.failed.pop(slot, None)
             if mended:
                 self._index.free_slots(tier, np.array([slot], dtype=np.uint32))
+            elif is_retired:
+                mending.retired += 1
+            else:
+                mending.failed[slot] = tries
+                has_failed = True
+        if has_failed:
+            mending.due_at = now + mending.wait
+            mending.wait = min(2 * mending.wait, _MOST_MEND_SECONDS)
+        else:
+            mending.due_at, mending.wait = float("-inf"), _MEND_SECONDS
         return True
+
+    def retired(self, tier: Tier) -> int:
+        """Return how many slots of a tier are beyond mending."""
+        return self._mending[tier].retired
+
+    # ---- a tier that failed -----------------------------------------------------------------------------------------
+
+    def probe(self, tier: Tier) -> str:
+        """Write and read back one slot of a tier that does not serve. Returns "", or what failed."""
+        medium = self.medium(tier)
+        assert isinstance(medium, _core.VolumeSet), "only volumes are taken out of service"
+        quarantined = self._index.counts(tier)["quarantined"]
+        capacity = self._index.counts(tier)["capacity"]
+        if capacity == 0:  # reopening it has failed
+            pages = self._tiers[tier]
+            assert isinstance(pages, VolumeTier), "see above"
+            try:
+                pages.reopen(self._index)
+            except (StepwellError, OSError) as error:
+                return str(error)
+            return "" if self._index.counts(tier)["capacity"] else "no volume can be had"
+        if quarantined > most_quarantined(capacity):
+            return f"{quarantined} slots are in quarantine"
+        slots = self._index.take_private(tier, 1)
+        if slots is not None:
+            status = medium.rewrite_and_check(int(slots[0]))
+            self._index.free_private(tier, slots)
+            return "" if status == _core.Status.ok else status.name
+        slots = self._index.take_victims(tier, 1)
+        if slots.size == 0:
+            return ""  # all is pinned: use will tell
+        status = medium.rewrite_and_check(int(slots[0]))
+        self._index.free_slots(tier, slots)
+        self._counters.evicted(tier.name.lower(), 1)
+        return "" if status == _core.Status.ok else status.name
+
+    def forget_mending(self, tier: Tier) -> None:
+        """Take every slot of a tier for new: its volumes were attached anew."""
+        self._mending[tier] = _Mending()

@@ -53,6 +53,12 @@ _RETRY_SECONDS: Final = 0.005
 """Seconds until a gather that the mover's queue had no room for is offered again, and between two looks at what gives
 no sign when it ends: pages written through, transfers behind the oldest."""
 
+_MOST_FAILURES: Final = 1
+"""Promotions of one sequence that an exception may end: the pages are as good as before, so they are asked for again; a
+process without memory would ask for ever."""
+_STOP_SECONDS: Final = 10.0
+"""What close() waits at most for the device to end what was dispatched."""
+
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
@@ -117,6 +123,7 @@ class Sequence:
     __slots__ = (
         "__weakref__",
         "_epoch_turn",
+        "_failures",
         "_found",
         "_key_count",
         "_key_rows",
@@ -164,6 +171,7 @@ class Sequence:
         self._landed: list[U32] = []  # pages that a promotion brought: pinned until the next look pins them by lease
         self._waits = True  # for pages that others bring, or that find no room yet
         self._stalled = False
+        self._failures = 0  # promotions that an exception in a worker ended
         self._ready_pages = 0
         self._target_pages = 0
         self._pending_pages = 0
@@ -480,7 +488,9 @@ class Sequences:
             return
         usable = sequence.tokens[: sequence._length - 1]
         match = Match(
-            self._index, self._index.match_and_pin(sequence._name_space, usable, tier_mask(*Tier)), self.page_tokens
+            self._index,
+            self._index.match_and_pin(sequence._name_space, usable, tier_mask(Tier.DEVICE) | self._room.readable),
+            self.page_tokens,
         )
         ids, tiers, slots = match.locations()
         on_device = tiers == Tier.DEVICE
@@ -551,7 +561,7 @@ class Sequences:
         return (
             self._is_mending
             or any(sequence._promotions for sequence in self._each_open())
-            or any(self._index.counts(tier)["arriving"] for tier in _LOWER_TIERS)
+            or any(self._index.counts(tier)["arriving"] > self.copies.left_behind(tier) for tier in _LOWER_TIERS)
         )
 
     def _start(
@@ -592,6 +602,8 @@ class Sequences:
             # A check may have found damage: mended, the slot can take the page from a lower tier at once.
             self._index.shorten(sequence._lease.lease_id(), sequence._ready_pages)
             self._room.mend(Tier.HOST)
+        if sequence._failures > _MOST_FAILURES:
+            sequence._waits = False
         self._look(sequence)
         return True
 
@@ -600,6 +612,8 @@ class Sequences:
         if promotion.ticket is None:
             if promotion.transfer is not None and not promotion.transfer.done:
                 return False
+            if promotion.transfer is not None:
+                sequence._failures += bool((promotion.transfer.status == _core.Status.failed.value).any())
             self._queue_scatter(promotion)
         if promotion.ids.size == 0:
             return True
@@ -786,7 +800,7 @@ class Sequences:
     def _write_through(self, sequence: Sequence, pages: npt.NDArray[np.intp]) -> None:
         """Gather what was published, page numbers ascending, and write it to the tiers that outlive the process, else
         to host memory."""
-        mask = tier_mask(*self._room.keeping)
+        mask = tier_mask(*self._room.write_through) if self._room.keeping else 0
         if not pages.size or not mask:
             return
         first, last = int(pages[0]), int(pages[-1]) + 1
@@ -998,7 +1012,7 @@ class Sequences:
                 self.close(sequence)
         self._stopping.set()
         self._gathers.put(None)
-        self._thread.join()
+        self._thread.join(_STOP_SECONDS)  # it may wait for a device that does not answer
 
     # ---- landing gathers: the sw-device thread -----------------------------------------------------------------------
 

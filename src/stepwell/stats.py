@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,6 +29,9 @@ class TierStats:
     bytes_read, bytes_written: payload.
     recovered: pages found again in volumes that were adopted. cold: what was not, by reason (docs/directories.md):
     volumes that could not be used, and for epoch, records and duplicate, pages that could not.
+    state: "serving", "read-only" or "out" (of service), and the reason. trips: how often it was not serving.
+    read_errors, write_errors: calls on its files that failed. retired: slots in quarantine that are beyond mending.
+    skipped: pages that saves did not write here because it took none.
     """
 
     capacity: int
@@ -41,6 +44,13 @@ class TierStats:
     held: int
     bytes_read: int
     bytes_written: int
+    state: str
+    reason: str
+    trips: int
+    read_errors: int
+    write_errors: int
+    retired: int
+    skipped: int
     recovered: int = 0
     cold: dict[str, int] = field(default_factory=dict)
 
@@ -52,6 +62,8 @@ class Stats:
     tiers: by name. lookups, lookup_pages: calls that matched, whole pages they asked for. hit_pages: pages they found,
     by tier.
     misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
+    retried_pages, rescued_pages: pages that a load found bad in one tier and asked another for, and got from there.
+    failed_jobs: units of work that an exception ended (no memory, most likely).
     bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
     pins, pinned_pages: pins by time that live, and pages that they cover.
     held_back_pages, second_use_pages: with selective disk writes, pages saved to shared memory only, and pages written
@@ -69,6 +81,9 @@ class Stats:
     checksum_failures: int
     io_errors: int
     bus_faults: int
+    retried_pages: int
+    rescued_pages: int
+    failed_jobs: int
     transfers: int
     queued: int
     page_records: int
@@ -122,6 +137,7 @@ class Counters:
     hit_pages: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
     evicted_pages: dict[str, int] = field(default_factory=dict)
+    skipped_pages: dict[Tier, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def looked_up(self, asked: int, found: Mapping[Tier, int], miss: Miss, pending: int) -> None:
@@ -148,6 +164,12 @@ class Counters:
         """Count pages dropped from a tier."""
         with self.lock:
             self.evicted_pages[tier] = self.evicted_pages.get(tier, 0) + pages
+
+    def skipped(self, tiers: Iterable[Tier], pages: int) -> None:
+        """Count pages that a save did not write to tiers that take none."""
+        with self.lock:
+            for tier in tiers:
+                self.skipped_pages[tier] = self.skipped_pages.get(tier, 0) + pages
 
     def selected(self, written: int, held_back: int) -> None:
         """Count pages written to disk for a second use, and pages not written for it was their first."""

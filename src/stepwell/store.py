@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
+import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,18 +26,21 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock, SystemClock, as_seconds
-from stepwell.config import StoreConfig, parse_size
+from stepwell.config import DiskTier, SharedTier, StoreConfig, parse_size
 from stepwell.copies import FULL, NEW, PENDING, PRESENT, Copies, Epoch
 from stepwell.errors import (
     ForkedError,
     GeometryError,
     PoisonedError,
+    StepwellError,
     StepwellUsageError,
     StoreClosedError,
+    VolumeBusyError,
 )
 from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
+from stepwell.health import LOG_SECONDS, Calls, Health
 from stepwell.index import Index, Residency, Tier, tier_mask
-from stepwell.keeper import Keeper
+from stepwell.keeper import Keepers
 from stepwell.lease import Match
 from stepwell.mover import (
     POOL_COLUMN,
@@ -72,6 +77,15 @@ _GROWTH_SECONDS: Final = 2.0
 Measured: 64 MiB of tmpfs are taken in 20 ms."""
 _MOST_LEASES: Final = 4096
 """Leases of probes at a time; with one more the oldest ends."""
+_POISONED: Final = (
+    "an assertion of the core failed ({}): the store serves misses only. Close it, open another one, and report this"
+)
+_LOG = logging.getLogger("stepwell")
+_LOOK_AGAIN_SECONDS: Final = 0.05
+_ROUND_SECONDS: Final = 10.0
+"""What close() waits at most for background rounds, and then for the tiers to be let go of."""
+_LET_GO_SECONDS: Final = 2.0
+"""What it waits for the other tiers where one's background round has not returned."""
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
 _RECORDS_AHEAD: Final = 8192
 """Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
@@ -96,6 +110,16 @@ class VerifyResult:
     damaged: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """What reopening a tier came to, in pages: capacity now; recovered and usable; damaged or duplicate, freed."""
+
+    tier: Tier
+    capacity: int
+    pages: int
+    freed: int
+
+
 class PageStore:
     """Keep pages of KV cache in tiers, and find them by prefix.
 
@@ -112,13 +136,14 @@ class PageStore:
     """
 
     def __init__(self, config: StoreConfig, *, clock: Clock | None = None) -> None:
-        self._keeper: Keeper | None = None  # last to come: with it the store is open
+        self._keeper: Keepers | None = None  # last to come: with it the store is open
         if not isinstance(config, StoreConfig):
             raise StepwellUsageError(f"config: give a StoreConfig, not {type(config).__name__}")
         self._config = config.checked()
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._pid = os.getpid()
         self._closed = False
+        self._rounds: dict[Tier, _Round] = {}
         self._lock = threading.Lock()
         self._closing = threading.RLock()  # a signal handler may close what is being closed
         geometry = config.geometry
@@ -134,9 +159,13 @@ class PageStore:
         self._leases: list[tuple[float, Match]] = []  # of probes, the oldest first
         _core.guard_install()
         self._tiers: dict[Tier, PageTier] = {}
-        self._room = room = Room(self._index, self._tiers, self._counters)
+        self._health = Health(self._clock, _directories(config))
+        self._room = room = Room(self._index, self._tiers, self._counters, health=self._health, clock=self._clock)
         probes = weakref.WeakMethod(self._end_probes)
         room.end_probes = lambda tier: (end := probes()) is not None and end(tier)
+        self._has_said_poison = False
+        self._failed_jobs = 0
+        self._said_failure_at = float("-inf")
         pinnable = config.pin_fraction
         self._pins = Pins(self._index, self._clock, lambda: room.pinnable(pinnable), self._page_tokens)
         self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
@@ -158,7 +187,13 @@ class PageStore:
                 )
             )
             self._open_device()
-            self._keeper = Keeper(self._tick)
+            marks = (config.low_watermark, config.high_watermark)
+            self._rounds = {tier: _Round(tier, self._room, self._clock, marks) for tier in self._tiers}
+            self._keeper = Keepers(
+                self._tick_store,
+                {tier.name.lower(): self._rounds[tier].run for tier in _directories(config)},
+                used=Tier.SHARED.name.lower(),
+            )
             self._room.keeper = self._keeper
             self._keeper.start()
         except BaseException:
@@ -234,6 +269,8 @@ class PageStore:
         name_space, seed = self._namespace(namespace)
         keys = prefix_hashes(checked, page_tokens=self._page_tokens, seed=seed)
         targets = self._room.write_through
+        if not targets:
+            return self._refuse_save(name_space, checked, pages, inbox)
         mask = tier_mask(*targets)
         # Touch and pin what is here of this chain, so that making room for its tail does not take its head.
         held = Match(self._index, self._index.match_and_pin(name_space, checked, mask), self._page_tokens)
@@ -246,7 +283,7 @@ class PageStore:
         finally:
             held.close()
         full = None
-        looked_at = min(pages, batch.full_at)
+        looked_at = 0 if self._index.poisoned() else min(pages, batch.full_at)
         outcomes = batch.outcomes[:looked_at]
         self._room.count_meant(outcomes, meant)
         saved, present, pending = self._tally(outcomes)
@@ -257,10 +294,26 @@ class PageStore:
             transfer = self._copies.ended(inbox)
         for tier in targets:
             lacking = refused + int((outcomes[:, tier] == FULL).sum())
-            if full is None and lacking:
+            if full is None and lacking and not self._index.poisoned():
                 full = self._room.full(tier, lacking)
         self._counters.saved(saved, refused)
+        self._count_skipped(targets, saved)
         return SaveResult(saved, present, pending, refused, transfer, full)
+
+    def _refuse_save(
+        self, name_space: int, tokens: npt.NDArray[np.int32], pages: int, inbox: Inbox | None
+    ) -> SaveResult:
+        """Say what a save comes to while no tier can be written to."""
+        here, _ = self._index.match_length(name_space, tokens, self._room.readable)
+        refused = pages - here
+        self._counters.saved(0, refused)
+        self._count_skipped((), refused)
+        full = self._room.full(self._room.keeping[0], refused) if refused else None
+        return SaveResult(0, here, 0, refused, self._copies.ended(inbox), full)
+
+    def _count_skipped(self, targets: tuple[Tier, ...], pages: int) -> None:
+        if pages and len(targets) < len(self._room.keeping):
+            self._counters.skipped([tier for tier in self._room.keeping if tier not in targets], pages)
 
     def match(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Match:
         """Find the longest cached prefix of some tokens and pin it.
@@ -472,6 +525,15 @@ class PageStore:
             raise StepwellUsageError(f"parent has {len(parent)} bytes: a key has 1 to {MAX_KEY_BYTES}")
         state = 1 if parent is not None else 0 if first_of_chain else 2
         targets = self._room.write_through
+        result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
+        if not targets:
+            for row, key in enumerate(checked):
+                here, _ = self._index.probe(key[None], kind, self._room.readable)
+                result[row] = SaveOutcome.PRESENT if here else SaveOutcome.REFUSED
+            refused = int((result == SaveOutcome.REFUSED).sum())
+            self._counters.saved(0, refused)
+            self._count_skipped(targets, refused)
+            return result
         mask = tier_mask(*targets)
         # Touch and pin what is here of these keys, so that making room for the rest does not take it.
         held = Match(self._index, self._index.match_keys_and_pin(checked, kind, mask), self._page_tokens)
@@ -486,7 +548,6 @@ class PageStore:
         finally:
             held.close()
         self._room.count_meant(batch.outcomes, meant)
-        result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
         new = (batch.outcomes == NEW).any(axis=1)
         here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
         result[here & ~new] = SaveOutcome.PRESENT
@@ -505,6 +566,7 @@ class PageStore:
                 result[rows[landed]] = SaveOutcome.STORED
         stored = int((result == SaveOutcome.STORED).sum())
         self._counters.saved(stored, int((result == SaveOutcome.REFUSED).sum()))
+        self._count_skipped(targets, stored)
         return result
 
     def state(self, key: bytes, *, kind: int = KIND_KV) -> dict[Tier, Residency]:
@@ -677,10 +739,60 @@ class PageStore:
         self._use()
         return sum(self._room.evict(tier, self._index.counts(tier)["capacity"]) for tier in self._room.all_tiers)
 
+    def reopen(self, tier: Tier) -> Reopened:
+        """Attach a tier's volumes anew, now: close its files, join its directory, recover what it holds. Waits.
+
+        For a tier that was mended, while it is out of service or read-only: it is tried by itself, but only ever more
+        seldom, and with the files that it had. Loads and promotions from it that are under way end as misses; the other
+        tiers serve on. In an asyncio loop: `await asyncio.to_thread(store.reopen, tier)`.
+
+        Args:
+            tier: SHARED or DISK.
+
+        Returns:
+            Reopened. It serves again: what is found there is found by every match from now on.
+
+        Raises:
+            VolumeBusyError: pages of the tier are pinned by open matches or sequences, or are in a call that does not
+                return: nothing was changed but that it is out of service, and it is tried again by itself.
+            BudgetError, VolumeError, TierIOError: as when the store is opened; the tier stays out of service, without a
+                volume, and is tried again by itself.
+            StepwellUsageError: the store has no such tier, or it has no files.
+        """
+        mover = self._use()
+        pages = self._tiers.get(tier) if isinstance(tier, Tier) else None
+        if not isinstance(pages, VolumeTier):
+            names = ", ".join(f"Tier.{each.name}" for each in _directories(self._config))
+            raise StepwellUsageError(f"reopen: {tier!r}; give a tier with files that this store has: {names or 'none'}")
+        round_ = self._rounds[tier]
+        with round_.held(_ROUND_SECONDS) as is_held:
+            if not is_held:
+                raise VolumeBusyError(f"{tier} tier: its background round has not returned for {_ROUND_SECONDS:g} s")
+            self._health.take_out(tier, "it is being reopened")
+            self._share_states(mover)
+            self._copies.cancel_tier(tier)
+            limit = time.monotonic() + self._config.close_timeout
+            while self._is_in_use(tier) and time.monotonic() < limit:
+                time.sleep(_LOOK_AGAIN_SECONDS)
+            try:
+                found = pages.reopen(self._index)
+            finally:
+                self._room.forget_mending(tier)
+            self._health.reopened(tier)
+            self._share_states(mover)
+        return Reopened(tier, self._index.counts(tier)["capacity"], found.pages, found.freed)
+
+    def _is_in_use(self, tier: Tier) -> bool:
+        counts = self._index.counts(tier)
+        return bool(counts["arriving"] or counts["leaving"] or counts["pinned"])
+
     def verify(self) -> VerifyResult:
         """Read every page of host, shared and disk and check it; damaged ones are quarantined. Waits.
 
-        In an asyncio loop: `await asyncio.to_thread(store.verify)`.
+        In an asyncio loop: `await asyncio.to_thread(store.verify)`. A tier that is out of service is passed by.
+
+        Raises:
+            PoisonedError: as stats().
 
         Cost: all bytes of all tiers are read once, through the mover, behind loads.
         """
@@ -689,6 +801,8 @@ class PageStore:
         pool = lend_canonical(self._shape, buffer)
         total = damaged = 0
         for tier in self._tiers:
+            if not self._health.is_readable(tier):
+                continue
             after: int | None = None
             while True:
                 ids, slots = self._index.pin_resident(tier, after, _VERIFY_PAGES)
@@ -710,6 +824,7 @@ class PageStore:
                 finally:
                     self._index.unpin_pages(ids)
                 self._use()  # closed meanwhile: not all was read
+                self._raise_if_poisoned()
                 if transfer is None:
                     raise StepwellUsageError("the mover's queue is full; verify again when it is quieter")
                 status = transfer.status
@@ -732,7 +847,7 @@ class PageStore:
             return False
         for core in self._copies.running():
             left = None if limit is None else max(0.0, limit - self._clock.monotonic())
-            if not core.wait(left):
+            if not self._copies.wait(core, left):
                 return False
         self._copies.account()
         return True
@@ -748,10 +863,7 @@ class PageStore:
             PoisonedError: an assertion of the core failed; the store serves misses only.
         """
         mover = self._use()
-        if self._index.poisoned() or mover.poisoned:
-            raise PoisonedError(
-                "an assertion of the core failed (see the log); the store serves misses only: reopen it"
-            )
+        self._raise_if_poisoned()
         self._copies.account()
         moved = mover.stats()
         counters = self._counters
@@ -768,6 +880,9 @@ class PageStore:
                 checksum_failures=moved["checksum_failures"],
                 io_errors=moved["io_errors"],
                 bus_faults=moved["bus_faults"],
+                retried_pages=moved["retried_pages"],
+                rescued_pages=moved["rescued_pages"],
+                failed_jobs=moved["failed_units"],
                 transfers=moved["transfers"],
                 queued=moved["queued_copy"] + moved["queued_io"],
                 page_records=self._index.pages(),
@@ -810,15 +925,25 @@ class PageStore:
         Shared and disk pages stay for the next process. Matches may still be closed afterwards. Waits: in an asyncio
         loop, `await asyncio.to_thread(store.close)`; transfers that are awaited end as done.
 
+        A call on a tier's files that does not return keeps no one: within two seconds more (and where a background
+        round, or the files themselves while they are closed, do not answer, ten more for each) close() returns without
+        it. The thread that is in it is left, with its memory, its descriptors and the locks of the volumes, so that
+        nothing it still writes can meet another process; all that goes when the call returns, or with the process.
+
         Raises:
             StepwellUsageError: inside a step of the device tier; nothing is changed then.
+            PoisonedError: an assertion of the core failed; everything was given back all the same.
         """
         if os.getpid() != self._pid:
             self._closed = True
             return
         with self._closing:
-            if not self._closed:
-                self._shut(self._config.close_timeout)
+            if self._closed:
+                return
+            mover = self._copies.mover
+            self._shut(self._config.close_timeout)
+            if self._index.poisoned():
+                raise PoisonedError(_POISONED.format(self._say_poison(mover)))
 
     def __enter__(self) -> Self:
         return self
@@ -826,11 +951,13 @@ class PageStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(*(() if kind is None else (PoisonedError,))):  # not over what the block raised
+            self.close()
 
     def __del__(self) -> None:
         if self._keeper is not None:  # else the constructor raised, and has given everything back itself
-            self.close()
+            with contextlib.suppress(PoisonedError):  # it was said in the log
+                self.close()
 
     # ---- opening and closing --------------------------------------------------------------------------------------
 
@@ -895,8 +1022,7 @@ class PageStore:
             self._sequences.close_pool()
         self._closed = True
         _OPEN_STORES.discard(self)
-        if self._keeper is not None:
-            self._keeper.stop()
+        has_stopped = self._keeper is None or self._keeper.stop(_ROUND_SECONDS)
         if self._sequences is not None:
             self._sequences.stop()
         mover = self._copies.detach()
@@ -904,15 +1030,30 @@ class PageStore:
             mover.drain(timeout, True)
             self._copies.account()
             mover.drain_retired()
-            del mover  # the last reference, unless a call still runs: its threads are joined here
         with self._lock:
             held, self._leases = self._leases, []
         for _, match in held:
             match.close()
         self._pins.end_all()
-        with contextlib.ExitStack() as closing:  # each is closed, whatever happens to the others
-            for tier in sorted(self._tiers, reverse=True):
-                closing.callback(self._tiers[tier].close, self._index)
+        self._let_go(mover, patience=_ROUND_SECONDS if has_stopped else _LET_GO_SECONDS)
+
+    def _let_go(self, mover: _core.Mover | None, *, patience: float) -> None:
+        """Close the tiers, each in a thread of its own; those whose files do not answer are left to it."""
+        leaving = [
+            _Leaving(self._tiers[tier], self._rounds.get(tier), self._index, mover)
+            for tier in sorted(self._tiers, reverse=True)
+        ]
+        limit = time.monotonic() + (0.0 if mover is not None and mover.stuck else patience)
+        left = [each.name for each in leaving if not each.wait(limit)]
+        if left:
+            _LOG.error(
+                "%s: a call on its files does not return: its thread is left behind with its volumes, locked, until it "
+                "does or this process ends; no process finds them before",
+                ", ".join(left),
+            )
+        with contextlib.ExitStack() as raising:  # each was closed, whatever happened to the others
+            for each in leaving:
+                raising.callback(each.raise_error)
 
     def _use(self) -> _core.Mover:
         """Return the mover; raise where the store cannot be used."""
@@ -926,6 +1067,19 @@ class PageStore:
         if self._keeper is not None:
             self._keeper.note_use()
         return mover
+
+    def _raise_if_poisoned(self) -> None:
+        mover = self._copies.mover
+        if self._index.poisoned() or (mover is not None and mover.poisoned):
+            raise PoisonedError(_POISONED.format(self._say_poison(mover)))
+
+    def _say_poison(self, mover: _core.Mover | None) -> str:
+        """Log once that the store serves misses only. Returns what failed, as far as that is known."""
+        reason = (mover.poison_reason if mover is not None else "") or "an assertion of the index"
+        if not self._has_said_poison:
+            self._has_said_poison = True
+            _LOG.error("%s", _POISONED.format(reason))
+        return reason
 
     def _refuse_child(self) -> None:
         if os.getpid() != self._pid:
@@ -987,13 +1141,26 @@ class PageStore:
 
     # ---- the keeper's round ------------------------------------------------------------------------------------------
 
-    def _tick(self) -> bool:
-        """Do what is due in the background: leases, deadlines, watermarks, growth, giving back, quarantine.
+    def _tick(self) -> None:
+        """Do every background round here and now; the first that raises raises when all have run."""
+        failures: list[StepwellError | OSError] = []
+        for run in (self._tick_store, *(self._rounds[tier].run for tier in _directories(self._config))):
+            try:
+                run()
+            except (StepwellError, OSError) as error:
+                failures.append(error)
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            del failures  # else it and the traceback keep each other, and what a frame holds, alive
+
+    def _tick_store(self) -> bool:
+        """Do what is due apart from the tiers' rounds: leases, deadlines, health. Touches no file.
 
         Returns:
-            Whether there may be more to write soon: pages of shared memory were used, or some are on their way.
+            False: there is nothing to do again before it is due.
         """
-        is_busy = Tier.SHARED in self._tiers and self._index.has_stamps(Tier.SHARED)
         now = self._clock.monotonic()
         with self._lock:
             due = [match for at, match in self._leases if at <= now]
@@ -1002,26 +1169,49 @@ class PageStore:
             match.close()
         self._pins.end_due()
         self._copies.enforce_deadlines()
-        self._copies.account()
-        self._room.take_memory()
         mover = self._copies.mover
         if mover is not None:
+            self._look_after(mover)
             mover.drain_retired()
+        self._copies.account()
         self._index.prepare(_RECORDS_AHEAD)
-        for tier, pages in self._tiers.items():
-            counts = self._index.counts(tier)
-            capacity = counts["capacity"]
-            is_busy = is_busy or counts["arriving"] > 0
-            low = max(1, int(capacity * self._config.low_watermark))
-            high = max(1, int(capacity * self._config.high_watermark))
-            self._room.evict(tier, pages.tick(self._index, low_pages=low, high_pages=high))
-            self._room.mend(tier)
-        return is_busy
+        if Tier.HOST in self._rounds:
+            self._rounds[Tier.HOST].run()
+        return False
+
+    def _look_after(self, mover: _core.Mover) -> None:
+        """Take tiers that fail out of service, and say what else went wrong."""
+        moved, now = mover.stats(), self._clock.monotonic()
+        page_bytes = self._config.geometry.page_bytes
+        for tier, each in self._rounds.items():
+            reads, writes = moved["read_errors"][tier], moved["write_errors"][tier]
+            done = (moved["bytes_read"][tier] + moved["bytes_written"][tier]) // page_bytes
+            calls = Calls(done + reads + writes, reads, writes, moved["read_errno"][tier], moved["write_errno"][tier])
+            self._health.observe_calls(tier, calls)
+            self._health.observe_round(tier, each.seconds())
+        for tier in self._health.observe_workers(mover.calls()):
+            self._copies.give_up(tier)
+        self._share_states(mover)
+        if mover.poisoned:
+            self._say_poison(mover)
+        if moved["failed_units"] > self._failed_jobs:
+            self._failed_jobs = moved["failed_units"]
+            if now - self._said_failure_at >= LOG_SECONDS:
+                self._said_failure_at = now
+                _LOG.warning(
+                    "an exception ended a batch of pages (%s): they are misses, or not saved; %d such batches so far",
+                    mover.failure,
+                    self._failed_jobs,
+                )
+
+    def _share_states(self, mover: _core.Mover) -> None:
+        """Tell the core which tiers a load may ask where its first source has failed."""
+        mover.set_readable(self._room.readable)
 
     def _tier_stats(self, tier: Tier, moved: dict[str, list[int]]) -> TierStats:
-        counts = self._index.counts(tier)
         place = self._tiers.get(tier)
         recovered, cold = (place.recovered_pages, place.cold) if isinstance(place, VolumeTier) else (0, {})
+        counts, health = self._index.counts(tier), self._health.of(tier)
         return TierStats(
             capacity=counts["capacity"],
             free=counts["free"],
@@ -1035,6 +1225,13 @@ class PageStore:
             bytes_written=moved["bytes_written"][tier],
             recovered=recovered,
             cold=cold,
+            state=health.state.value,
+            reason=health.reason,
+            trips=health.trips,
+            read_errors=moved["read_errors"][tier],
+            write_errors=moved["write_errors"][tier],
+            retired=self._room.retired(tier),
+            skipped=self._counters.skipped_pages.get(tier, 0),
         )
 
 
@@ -1052,6 +1249,106 @@ def _check_kind(kind: int) -> None:
         raise StepwellUsageError(f"kind: {kind} is no byte")
 
 
+def _directories(config: StoreConfig) -> dict[Tier, str]:
+    """Return the directory of each tier that can be taken out of service."""
+    tiers: dict[Tier, SharedTier | DiskTier | None] = {Tier.SHARED: config.shared, Tier.DISK: config.disk}
+    return {tier: given.path for tier, given in tiers.items() if given is not None}
+
+
+class _Leaving:
+    """The closing of one tier, in a thread `sw-close-<tier>`; it waits for workers, and for a round, in a call.
+
+    Nothing of the store but what is named here is kept alive by it. Threads: the closer's; run() its own.
+    """
+
+    def __init__(self, pages: PageTier, round_: _Round | None, index: Index, mover: _core.Mover | None) -> None:
+        self.name = f"{pages.tier} tier"
+        self._pages = pages
+        self._round = round_
+        self._index = index
+        self._mover = mover
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"sw-close-{pages.tier}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            if not (mover is not None and mover.stuck) and (round_ is None or round_.seconds() == 0.0):
+                self._run()
+
+    def _run(self) -> None:
+        try:
+            if self._mover is not None and self._mover.stuck:
+                self._mover.drain(-1.0, True)
+            with self._round.held(-1.0) if self._round is not None else contextlib.nullcontext():
+                self._pages.close(self._index)
+        except Exception as error:  # noqa: BLE001 raised again by who waits
+            self._error = error
+
+    def wait(self, limit: float) -> bool:
+        """Wait until it has ended, at most until `limit`. False: it has not."""
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, limit - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def raise_error(self) -> None:
+        """Raise what closing raised."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
+
+class _Round:
+    """The background round of one tier.
+
+    Invariant: never two at once, and none while the tier is reopened.
+    """
+
+    def __init__(self, tier: Tier, room: Room, clock: Clock, marks: tuple[float, float]) -> None:
+        self._tier = tier
+        self._room = room
+        self._clock = clock
+        self._low, self._high = marks
+        self._lock = threading.Lock()
+        self._began: float | None = None
+
+    def run(self) -> bool:
+        """Do one round.
+
+        Returns:
+            Whether there may be more to write soon: pages of shared memory were used, or some are on their way.
+        """
+        with self._lock:
+            self._began = self._clock.monotonic()
+            try:
+                return self._room.tend(self._tier, low=self._low, high=self._high)
+            except (StepwellError, OSError) as error:
+                self._room.health.observe_error(self._tier, error)
+                raise
+            finally:
+                self._began = None
+
+    def seconds(self) -> float:
+        """Say for how long the round under way has run; 0 where there is none."""
+        began = self._began
+        return 0.0 if began is None else self._clock.monotonic() - began
+
+    @contextlib.contextmanager
+    def held(self, timeout: float) -> Iterator[bool]:
+        """Keep rounds away inside the `with` block.
+
+        Args: timeout: seconds to wait for the one under way; -1: no limit. Yields: False where it did not end in time.
+        """
+        is_held = self._lock.acquire(timeout=timeout)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self._lock.release()
+
+
 _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
 
 
@@ -1059,4 +1356,5 @@ _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
 def _close_open_stores() -> None:
     """Close what the program did not, so that its threads end before the interpreter does."""
     for store in list(_OPEN_STORES):
-        store.close()
+        with contextlib.suppress(PoisonedError):  # it was said in the log
+            store.close()

@@ -26,6 +26,7 @@ from sequence_kit import (
     stamps,
 )
 from stepwell import _core
+from stepwell.errors import PoisonedError
 from stepwell.index import Tier
 from stepwell.keeper import Keeper
 from stepwell.store import PageStore
@@ -242,10 +243,10 @@ def test_a_check_that_finds_the_queue_full_keeps_nothing_and_is_tried_again(step
     sequence.close()
 
 
-def test_a_worker_that_fails_at_a_check_serves_nothing(make_engine: MakeEngine) -> None:
+def test_an_assertion_that_fails_at_a_check_serves_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine(shared=0)
     in_host_alone(engine)
-    with faults.inject("mover.unit", "errno", nth=1, value=errno.EIO):
+    with faults.inject("mover.assertion", "errno", nth=1, value=errno.EIO):
         sequence = engine.open(TOKENS)
         check = sequence._promotions[0].transfer
         assert check is not None
@@ -253,7 +254,31 @@ def test_a_worker_that_fails_at_a_check_serves_nothing(make_engine: MakeEngine) 
     assert engine.store.device.wait([sequence], 60.0) == [sequence]
     assert sequence.ready == 0
     sequence.close()
-    engine.store.close()
+    with pytest.raises(PoisonedError):
+        engine.store.close()
+
+
+def test_a_worker_that_fails_once_at_a_check_is_asked_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(shared=0)
+    in_host_alone(engine)
+    with faults.inject("mover.unit", "errno", nth=1, value=errno.ENOMEM):
+        sequence = engine.open(TOKENS)
+        engine.settle(sequence)
+    assert sequence.ready == PAGES * PAGE_TOKENS
+    engine.verify(sequence)
+    sequence.close()
+
+
+def test_a_worker_that_fails_at_every_check_ends_in_computing(make_engine: MakeEngine) -> None:
+    engine = make_engine(shared=0)
+    in_host_alone(engine)
+    with faults.inject("mover.unit", "errno", value=errno.ENOMEM):
+        sequence = engine.open(TOKENS)
+        assert engine.store.device.wait([sequence], 60.0) == [sequence]
+        assert faults.reached("mover.unit") == 2
+    assert sequence.ready == 0
+    sequence.close()
+    assert not engine.store.stats().poisoned
 
 
 # ---- host memory as the last tier ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sequence_kit import (
     prompt,
     stamps,
 )
-from stepwell.errors import DeviceResetError, LeaseClosedError
+from stepwell.errors import DeviceResetError, LeaseClosedError, PoisonedError
 from stepwell.index import Tier
 from stepwell.testing import faults
 
@@ -291,7 +291,8 @@ def test_a_poisoned_core_does_not_hang_a_flush(make_engine: MakeEngine) -> None:
     assert engine.store.flush(30.0)
     counts = engine.store._index.counts(Tier.SHARED)
     assert (counts["arriving"], counts["pinned"]) == (0, 0)
-    engine.store.close()
+    with pytest.raises(PoisonedError):
+        engine.store.close()
 
 
 def test_reused_counts_no_page_that_was_computed(make_engine: MakeEngine) -> None:

@@ -810,14 +810,16 @@ class IndexModel:
         self.pages[name].handed_out[tier] = True
         self.pages[name].number[tier] = number
 
-    def mend(self, page_id: int, tier: int, number: int, *, mended: bool) -> bool:
-        """QUARANTINED -> ABSENT if mended. False: stale."""
+    def mend(
+        self, page_id: int, tier: int, number: int, *, mended: bool, retired: bool = False
+    ) -> bool:
+        """QUARANTINED -> ABSENT if mended; else it can be handed out again, unless it is retired. False: stale."""
         page = self._claimed(page_id, tier, number, QUARANTINED)
         if page is None or not page.handed_out[tier]:
             return False
         page.number[tier] += 1
+        page.handed_out[tier] = retired and not mended
         if mended:
-            page.handed_out[tier] = False
             self._move(page, tier, "mend")
             self._release_slot(page, tier, self.tiers[tier].returning)
             self._drop_if_dead(page)

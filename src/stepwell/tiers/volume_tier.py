@@ -116,20 +116,17 @@ class VolumeTier:
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
         self._capacity_bytes = parse_size(config.capacity, name=f"{name}.capacity")
-        self._directory = TierDirectory(
-            DirectoryConfig(
-                path=os.path.expanduser(config.path),
-                medium="shared" if tier is Tier.SHARED else "disk",
-                capacity_bytes=self._capacity_bytes,
-                volume_bytes=volume_bytes(config, name=name),
-                floor_bytes=floor_bytes(config, name=name),
-                fingerprint=fingerprint,
-                epoch=epoch,
-                direct_io=config.direct_io if isinstance(config, DiskTier) else True,
-            ),
-            CoreHeaders(shape),
-            machine=self._machine,
+        self._plan = DirectoryConfig(
+            path=os.path.expanduser(config.path),
+            medium="shared" if tier is Tier.SHARED else "disk",
+            capacity_bytes=self._capacity_bytes,
+            volume_bytes=volume_bytes(config, name=name),
+            floor_bytes=floor_bytes(config, name=name),
+            fingerprint=fingerprint,
+            epoch=epoch,
+            direct_io=config.direct_io if isinstance(config, DiskTier) else True,
         )
+        self._directory = self._join_directory()
 
     @property
     def tier(self) -> Tier:
@@ -160,6 +157,8 @@ class VolumeTier:
     def cold(self) -> dict[str, int]:
         """What was not found again, by reason: tiers/cold.py."""
         return dict(self._directory.cold.by_reason)
+    def _join_directory(self) -> TierDirectory:
+        return TierDirectory(self._plan, CoreHeaders(self._shape), machine=self._machine)
 
     def set_epoch(self, epoch: int) -> None:
         """Recover only pages of this epoch from volumes adopted from now on."""
@@ -195,6 +194,70 @@ class VolumeTier:
             raise
         self._is_open = True
         return Recovered(pages, freed)
+
+    def reopen(self, index: Index) -> Recovered:
+        """Let go of every volume, and join the directory anew: what it holds is recovered as at open().
+
+        Requires: nothing is read or written here any more, and no round of this tier runs.
+
+        Raises:
+            VolumeBusyError: pages are pinned here, or a call on their files has not returned; nothing was changed.
+            BudgetError, VolumeError, TierIOError: as open(); then the tier has no volume, and may be reopened again.
+        """
+        counts = index.counts(self._tier)
+        kept = counts["pinned"] + counts["arriving"] + counts["leaving"]
+        if kept:
+            raise VolumeBusyError(self._busy(kept))
+        self._stamp_recency_now(index)
+        for member in self._members.values():
+            index.close_slots(self._tier, member.base)
+        for member in self._members.values():
+            slots = index.take_victims(self._tier, member.count, member.base, even_held=True)
+            index.free_slots(self._tier, slots)  # their records stay: that is what is recovered
+        pages, slots, numbers = index.claim_quarantined(
+            self._tier, sum(member.count for member in self._members.values()), even_retired=True
+        )
+        self._set_aside(index, pages, slots, numbers)
+        for number, member in list(self._members.items()):
+            left = index.drop_slots(self._tier, member.base)
+            kept += left
+            if not left:
+                self._let_go(number)
+        if kept:
+            for member in self._members.values():
+                index.open_slots(self._tier, member.base)
+            raise VolumeBusyError(self._busy(kept))
+        self.close(index)
+        self._stop = _core.StopFlag()
+        self._full_at, self._is_open = None, False
+        self._directory = self._join_directory()
+        return self.open(index)
+
+    def _busy(self, pages: int) -> str:
+        return (
+            f"{self._tier} tier: {pages} pages are pinned, or in a call that has not returned: close the matches and "
+            "sequences that hold them, and reopen again"
+        )
+
+    def _set_aside(
+        self,
+        index: Index,
+        pages: npt.NDArray[np.uint32],
+        slots: npt.NDArray[np.uint32],
+        numbers: npt.NDArray[np.uint32],
+    ) -> None:
+        """Free quarantined slots, and their records, as far as those can be written: damage is not recovered."""
+        self._set.retire(slots)
+        for page, number in zip(pages.tolist(), numbers.tolist(), strict=True):
+            index.mend(page, self._tier, number, True)
+        index.free_slots(self._tier, slots)
+
+    def _let_go(self, number: int) -> None:
+        held = self._members[number].held
+        try:
+            self._detach(number)
+        finally:
+            self._directory.give_back(held)
 
     def _say_where_it_lies(self) -> None:
         """Warn of a shared tier that is no memory, of a disk tier that is, and of one that cannot do what it was asked:
@@ -299,15 +362,18 @@ class VolumeTier:
     def close(self, index: Index) -> None:
         """Write recency, drop mappings, release locks: the volumes are orphans, warm for whoever comes next."""
         self._stop.set()
+        self._stamp_recency_now(index)
+        with ExitStack() as closing:  # whatever one of them raises, the others are let go, and then the directory
+            closing.callback(self._directory.close)
+            for number in self._members:
+                closing.callback(self._detach, number)
+
+    def _stamp_recency_now(self, index: Index) -> None:
         self._recency_at = float("-inf")
         try:
             self._stamp_recency(index)
         except (StepwellError, OSError) as error:
             _LOG.warning("%s tier: order of pages not written at close: %s", self._tier.name.lower(), str(error))
-        with ExitStack() as closing:  # whatever one of them raises, the others are let go, and then the directory
-            closing.callback(self._directory.close)
-            for number in self._members:
-                closing.callback(self._detach, number)
 
     # ---- volumes in and out ------------------------------------------------------------------------------------------
 
