@@ -115,9 +115,10 @@ def _evict(scene: Scene) -> None:
 
 
 def _round(scene: Scene) -> None:
-    _rig(scene).round()
-    scene.clock.advance(100.0)
-    _rig(scene).round()
+    for _ in range(2):
+        with contextlib.suppress(StepwellError, OSError):  # as the keeper does, but for its log line
+            _rig(scene).round()
+        scene.clock.advance(100.0)
 
 
 def _close(scene: Scene) -> None:
@@ -208,7 +209,7 @@ def _look_at(scene: Scene, rig: Rig) -> None:
         rig.load(chain(number, 24))  # compares what came
     for _ in range(2):  # a tier that had no room is read-only after the first round, and was tried in the second
         scene.clock.advance(100.0)
-        with contextlib.suppress(StepwellError):
+        with contextlib.suppress(StepwellError, OSError):
             rig.round()
     assert_whole(rig.store)
     assert_unpinned(rig.store)

@@ -176,7 +176,7 @@ class Health:
             self._trip(tier, place, TierState.OUT, reason, number)
 
     def observe_workers(self, calls: Sequence[tuple[int, int]]) -> set[Tier]:
-        """Take which call each worker is in: (serial number, tier). Returns tiers that are stuck since this look."""
+        """Take which call each worker is in: (serial number, tier). Returns the tiers that are stuck."""
         at = self._clock.monotonic()
         stuck: set[Tier] = set()
         with self._lock:
@@ -191,8 +191,9 @@ class Health:
                 was_stuck, place.is_stuck = place.is_stuck, longest >= STUCK_SECONDS
                 if was_stuck and not place.is_stuck:
                     place.probe_at = at
-                if place.is_stuck and not was_stuck:
+                if place.is_stuck:
                     stuck.add(tier)
+                if place.is_stuck and not was_stuck:
                     reason = f"a call on its files has not returned for {longest:.0f} s"
                     if place.state is not TierState.OUT:
                         self._trip(tier, place, TierState.OUT, reason, errno.EIO)

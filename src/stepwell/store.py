@@ -1190,7 +1190,7 @@ class PageStore:
             self._health.observe_calls(tier, calls)
             self._health.observe_round(tier, each.seconds())
         for tier in self._health.observe_workers(mover.calls()):
-            self._copies.give_up(tier)
+            self._copies.give_up(tier)  # also what came since: by a match of before
         self._share_states(mover)
         if mover.poisoned:
             self._say_poison(mover)
