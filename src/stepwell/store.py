@@ -283,7 +283,7 @@ class PageStore:
         finally:
             held.close()
         full = None
-        looked_at = 0 if self._index.poisoned() else min(pages, batch.full_at)
+        looked_at = min(pages, batch.full_at)
         outcomes = batch.outcomes[:looked_at]
         self._room.count_meant(outcomes, meant)
         saved, present, pending = self._tally(outcomes)
