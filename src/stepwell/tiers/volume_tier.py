@@ -190,6 +190,10 @@ class VolumeTier:
                     f"{name}.capacity, or lower {name}.volume_bytes so that each process has a share"
                 )
         except BaseException:
+            for member in self.members:  # the store may go on without this tier, and open it again
+                index.close_slots(self._tier, member.base)
+                index.free_slots(self._tier, index.take_victims(self._tier, member.count, member.base, even_held=True))
+                index.drop_slots(self._tier, member.base)
             self.close(index)
             raise
         self._is_open = True
