@@ -210,6 +210,7 @@ void Image::edit_header(Script& script) {
   if (script.take<uint8_t>() % 4 != 0) {
     std::array<std::byte, kHeaderBytes> bytes;
     get(metadata_, 0, bytes.data(), bytes.size());
+    std::memset(bytes.data() + 160, 0, 16);  // the boot id counts as zeros
     const uint32_t checksum = crc32c(0, bytes.data(), 4092);
     put(metadata_, 4092, &checksum, sizeof(checksum));
   }

@@ -51,6 +51,9 @@ def test_another_file_at_the_name_of_a_volume_costs_what_is_beside_that_volume(
         rig.round()
     for saved in range(number):
         rig.save(chain(saved, 12))  # those that were refused while the tier grew
+    disk = rig.store._tiers[Tier.DISK]
+    while len(disk._indexes) < len(disk.members):  # type: ignore[attr-defined]
+        rig.round()  # a thread opens them, one after the other
     in_its_place(kind, directories.volumes("meta")[0])
     with caplog.at_level(logging.WARNING, "stepwell"):
         rig.close()
