@@ -101,7 +101,8 @@ void use(Volume& volume, Image& image, Script& script, std::vector<RecoveredPage
       case 7: volume.rewrite_and_check(slot, scratch); break;
       case 8: {
         const std::array<uint32_t, 2> used{slot, script.below(slots)};
-        volume.write_recency(used.data(), used.size());
+        const std::array<uint64_t, 2> stamps{script.value(1), script.value(2)};
+        volume.write_recency(used.data(), stamps.data(), used.size());
         break;
       }
       default:
@@ -131,9 +132,9 @@ void fuzz_volume(const uint8_t* data, size_t bytes) {
       return;
     }
     std::vector<RecoveredPage> pages;
-    uint64_t damaged = 0;
-    if (volume->recover(script.below(2), &pages, &damaged) == Status::kOk) {
-      STEPWELL_FUZZ_CHECK(pages.size() + damaged <= header.slots);
+    RecoveryCounts counts;
+    if (volume->recover(script.below(2), &pages, &counts) == Status::kOk) {
+      STEPWELL_FUZZ_CHECK(pages.size() + counts.freed() + counts.worn <= header.slots);
       for (const RecoveredPage& page : pages) STEPWELL_FUZZ_CHECK(page.slot < header.slots);
     }
     use(*volume, image, script, pages);

@@ -144,7 +144,8 @@ const Image::Base& Image::base_of(VolumeMedium medium) {
         STEPWELL_FUZZ_CHECK(write_page(volume, shape, i, label, bytes_of(label)->data(), scratch) == Status::kOk);
       }
       const std::array<uint32_t, 3> used{2, 0, 1};
-      STEPWELL_FUZZ_CHECK(volume.write_recency(used.data(), used.size()) == Status::kOk);
+      const std::array<uint64_t, 3> stamps{1, 2, 3};
+      STEPWELL_FUZZ_CHECK(volume.write_recency(used.data(), stamps.data(), used.size()) == Status::kOk);
       STEPWELL_FUZZ_CHECK(volume.retire(4) == Status::kOk);
     }
     get(metadata, 0, base.metadata.data(), base.metadata.size());

@@ -176,15 +176,19 @@ class World {
     const std::unique_lock keeper(keeper_, std::try_to_lock);
     if (!keeper.owns_lock()) return;
     for (const Tier tier : {Tier::kShared, Tier::kDisk}) {
-      std::vector<uint32_t> order;
-      index_->rank_order(tier, &order);
+      std::vector<uint32_t> slots;
+      std::vector<uint64_t> stamps;
+      index_->take_stamps(tier, 1u << 10, &slots, &stamps);
       for (const Member& member : members_) {
         if (member.tier != tier || member.volume == nullptr) continue;
         std::vector<uint32_t> mine;
-        for (const uint32_t slot : order) {
-          if (slot >> kSlotBits == member.number) mine.push_back(slot & kSlotMask);
+        std::vector<uint64_t> when;
+        for (size_t i = 0; i < slots.size(); ++i) {
+          if (slots[i] >> kSlotBits != member.number) continue;
+          mine.push_back(slots[i] & kSlotMask);
+          when.push_back(stamps[i]);
         }
-        STRESS_CHECK(member.volume->write_recency(mine.data(), mine.size()) == Status::kOk);
+        STRESS_CHECK(member.volume->write_recency(mine.data(), when.data(), mine.size()) == Status::kOk);
       }
     }
     std::atomic<bool> stop{false};
@@ -223,8 +227,8 @@ class World {
     const uint32_t first = member.number << kSlotBits, slots = member.volume->header().slots;
     index_->add_slots(member.tier, first, slots, true);
     std::vector<RecoveredPage> pages;
-    uint64_t damaged = 0;
-    STRESS_CHECK(member.volume->recover(index_->epoch(), &pages, &damaged) == Status::kOk);
+    RecoveryCounts found;
+    STRESS_CHECK(member.volume->recover(index_->epoch(), &pages, &found) == Status::kOk);
     std::vector<uint32_t> places;
     std::vector<Label> labels;
     std::vector<uint64_t> stamps;
