@@ -330,7 +330,7 @@ class Mutator:
         one, other = self.rng.sample(names, 2)
         if one.parent != other.parent:
             return None
-        aside = one.with_name("aside")
+        aside = one.with_name(f"aside-{self.rng.randbytes(8).hex()}")
         os.rename(one, aside)
         os.rename(other, one)
         os.rename(aside, other)
@@ -362,16 +362,17 @@ class Mutator:
         if path.suffix == ".meta":
             pages = path.with_suffix(".pages")
             shutil.copyfile(pages, copy.with_suffix(".pages"), follow_symlinks=False)
-        shutil.copyfile(path, copy.with_name("aside"), follow_symlinks=False)
-        header = bytearray(copy.with_name("aside").read_bytes()[:4096])
+        aside = copy.with_name(f"aside-{number.hex()}")  # a name that no fifo has
+        shutil.copyfile(path, aside, follow_symlinks=False)
+        header = bytearray(aside.read_bytes()[:4096])
         if len(header) == 4096:
             header[16:32] = number
             if self.rng.random() < 0.4:
                 self._change_field(header, HEADER)
             header[4092:] = struct.pack("<I", header_checksum(bytes(header)))
-            with open(copy.with_name("aside"), "r+b") as file:
+            with open(aside, "r+b") as file:
                 file.write(header)
-        os.rename(copy.with_name("aside"), copy)
+        os.rename(aside, copy)
         return "volume of another"
 
     def change_mode(self) -> str | None:
