@@ -384,7 +384,7 @@ TEST_CASE("a touched page leaves after the others, and its ancestors after it") 
     labels[i].parent_state = labels[i].depth == 0 ? ParentState::kRoot : ParentState::kKnown;
     if (labels[i].depth > 0) labels[i].parent = named_key(names[i - 1]);
     slots[i] = i;
-    stamps[i] = i < 3 ? 3 - i : i;
+    stamps[i] = i < 3 ? 3 - i : i + 1;
   }
   std::array<uint8_t, 5> accepted{};
   index.recover(Tier::kShared, slots.data(), labels.data(), stamps.data(), 5, accepted.data());
