@@ -101,9 +101,11 @@ def say(**what: Any) -> None:
 def work(name: int, path: str, medium: str, share: int, revision: str, seed: int, chains: int) -> None:
     """Save and load for ever; say five times a second what came of it."""
     began = time.monotonic()
+    faulthandler.dump_traceback_later(15.0)  # who hangs in opening says where
     rng = random.Random(seed)
     model = Model(config_of(path, medium, share, revision))
     tier = Tier.SHARED if medium == "shared" else Tier.DISK
+    faulthandler.cancel_dump_traceback_later()
     say(name=name, event="open", seconds=time.monotonic() - began)
     asked = hits = saved = 0
     slowest, said = 0.0, 0.0
