@@ -11,6 +11,7 @@ dead, each its share, the new one warm. test_neighbours_stress.py runs the quick
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import fcntl
 import json
 import os
