@@ -153,7 +153,7 @@ class Box:
         with self.store.match(tokens, namespace=namespace) as match:
             self.write(np.full((match.pages, self.geometry.page_bytes), 0xEE, np.uint8))
             transfer = self.store.load(match, into=self.pool[: match.pages], **how)
-        assert transfer.wait(30.0)
+        assert transfer.wait(120.0)
         ok = np.flatnonzero(transfer.ok)
         assert np.array_equal(
             self.read(transfer.pages)[ok], self.stamps(tokens, namespace)[: transfer.pages][ok]
@@ -194,7 +194,7 @@ def child_script(directories: Directories, text: str) -> str:
     )
 
 
-def run_child(directories: Directories, text: str, *, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_child(directories: Directories, text: str, *, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", child_script(directories, text)],

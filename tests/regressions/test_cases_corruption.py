@@ -38,7 +38,7 @@ def test_a_failed_read_cuts_the_hit_and_its_page_is_never_a_foreign_one(open_rig
         rig.rows[:4] = stamps(chain(9, 4))  # another request's pages are where these are to land
         with inject("file.pread", "errno", nth=read_of(bad), value=errno.EIO):
             transfer = rig.store.load(match, into=rig.pool[:4])
-            assert transfer.wait(30.0)
+            assert transfer.wait(120.0)
     assert transfer.ok_pages == bad
     assert np.flatnonzero(~transfer.ok).tolist() == [bad]
     assert np.array_equal(rig.rows[:4][transfer.ok], stamps(chain(1, 4))[transfer.ok])
@@ -96,7 +96,7 @@ def test_a_backup_follows_the_computation_of_its_pages(make_engine: MakeEngine) 
         late += not zero.is_ready()
         sequence.close()
     assert late, "no backup overtook its computation: make slow_zero() slower"
-    assert store.flush(60.0)
+    assert store.flush(120.0)
     evict_all(store, Tier.DEVICE, Tier.HOST)
     for number in range(30):
         sequence = engine.open(prompt(number + 1, 9))
@@ -132,7 +132,7 @@ def test_an_array_of_jax_is_saved_as_it_is_once_computed(open_rig: OpenRig, else
         else:
             back_up()
         with rig.store.match(chain(number, 4)) as match:
-            assert rig.store.load(match, into=rig.pool[:4]).result(30.0) == 4
+            assert rig.store.load(match, into=rig.pool[:4]).result(120.0) == 4
         assert np.array_equal(rig.rows[:4], np.asarray(array).reshape(4, PAGE_BYTES)), number
     assert late, "no save overtook its computation: make slow_zero() slower"
 
@@ -159,8 +159,8 @@ def test_a_batch_is_not_completed_by_what_is_left_of_a_failed_one(open_rig: Open
     with rig.store.match(chain(2, 8)) as match, inject("file.pread", "errno", nth=read_of(3), value=errno.EIO):
         failing = rig.start_load(chain(1, 8))
         following = rig.store.load(match, into=pool[:])
-        assert failing.wait(30.0)
-        assert following.wait(30.0)
+        assert failing.wait(120.0)
+        assert following.wait(120.0)
     assert int((~failing.ok).sum()) + int((~following.ok).sum()) == 1
     assert np.array_equal(rig.rows[:8][failing.ok], stamps(chain(1, 8))[failing.ok])
     assert np.array_equal(other[following.ok], stamps(chain(2, 8))[following.ok])
@@ -199,7 +199,7 @@ def test_what_a_match_names_is_delivered_whole(directories: Directories, failing
                     box.save(tokens_of(number, 16))
             else:
                 box.save(tokens_of(number, 16))
-        assert box.store.flush(30.0)
+        assert box.store.flush(120.0)
         reported = delivered = 0
         for number in range(10):
             with box.store.match(tokens_of(number, 16)) as match:

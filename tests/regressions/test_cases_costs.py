@@ -78,7 +78,7 @@ def test_a_submission_never_waits_for_room_in_a_queue(open_rig: OpenRig) -> None
         assert len(busy) >= 5000 - 1024 - 3
         assert all(transfer.ok_pages == 0 for transfer in busy)
         assert len(transfers) - len(busy) >= 1024
-    assert rig.store.flush(60.0)
+    assert rig.store.flush(120.0)
     assert rig.store.stats().misses["full"] == len(busy)
     assert_whole(rig.store)
     assert_unpinned(rig.store)
@@ -135,7 +135,7 @@ def test_a_backup_is_begun_while_its_pages_are_computed(make_engine: MakeEngine)
     assert store.stats().tiers["shared"].resident == 0
     sequence.close()
     gate.open()
-    assert store.flush(60.0)
+    assert store.flush(120.0)
     evict_all(store, Tier.DEVICE, Tier.HOST)
     again = engine.open(prompt(1, 9))
     engine.settle(again)

@@ -79,7 +79,7 @@ def test_a_load_is_not_done_before_anything_of_it_was_done(open_rig: OpenRig) ->
             assert not transfer.done
             assert not transfer.wait(0)
             assert (transfer.ok_pages, transfer.layers_done) == (0, 0)
-    assert transfer.wait(30.0)
+    assert transfer.wait(120.0)
     assert transfer.ok_pages == 4
 
 
@@ -173,7 +173,7 @@ def test_no_read_of_any_kind_is_of_a_page_that_left_meanwhile(open_rig: OpenRig,
         with rig.store.match(tokens) as match:
             order = "layer" if how == "layer by layer" else "page"
             transfer = rig.store.load(match, into=rig.pool[:pages], order=order)  # type: ignore[arg-type]
-        transfer.wait(60.0)
+        transfer.wait(120.0)
         ok.append(transfer.ok)
 
     rig.rows[:pages] = 0xEE
@@ -185,7 +185,7 @@ def test_no_read_of_any_kind_is_of_a_page_that_left_meanwhile(open_rig: OpenRig,
             writer[:] = stamps(chain(number, 8))
             rig.store.save(chain(number, 8), source=pool[:])
         resume("mover.before_copy")
-        reader.join(60.0)
+        reader.join(120.0)
     [landed] = ok
     assert landed.all()
     assert np.array_equal(rig.rows[:pages], stamps(tokens))
@@ -215,7 +215,7 @@ def test_a_key_is_seen_only_once_its_bytes_are_there(open_rig: OpenRig, tier: Ti
         for reader in readers:
             reader.join()
         assert set(hits) == {0}
-    assert saving.transfer.wait(30.0)
+    assert saving.transfer.wait(120.0)
     assert rig.load(chain(1, 4)) == 4
     free = rig.store.stats().tiers[tier.name.lower()].free
     with inject("volume.after_record", "errno", nth=1, value=errno.EIO):
@@ -285,7 +285,7 @@ def test_a_promotion_leaves_its_pages_in_memory(directories: Directories) -> Non
         box.save(tokens_of(1, 32))
         box.store.evict(Tier.SHARED, 8)
         assert box.load(tokens_of(1, 32)) == 8
-        assert box.store.flush(30.0)
+        assert box.store.flush(120.0)
         assert box.cached(tokens_of(1, 32), Tier.SHARED) == 8
         read = box.store.stats().tiers["disk"].bytes_read
         with inject("file.pread", "errno", value=errno.EIO):

@@ -90,7 +90,7 @@ def test_what_is_read_after_the_barrier_is_all_there(make_engine: MakeEngine) ->
         with inject("mover.before_copy", "delay", value=200):
             sequence = engine.open(tokens)
             while not sequence.settled:
-                engine.store.device.wait([sequence], 30.0)
+                engine.store.device.wait([sequence], 120.0)
         assert sequence.ready == 32
         slots = np.resize(engine.block(sequence)[:8], 32).astype(np.int32)
         with engine.store.device.step() as pool:

@@ -79,7 +79,7 @@ def test_readers_of_what_has_left_keep_no_space_on_the_disk(open_rig: OpenRig, d
         assert rig.store.evict(Tier.DISK, 1 << 20) == 0
         assert bytes_of_volumes(directories.disk) <= cap
     for reader in readers:
-        assert reader.wait(30.0)
+        assert reader.wait(120.0)
     for number in range(100, 100 + 3 * cap // (8 * 1024)):
         assert rig.save(chain(number, 8)).refused == 0
         assert bytes_of_volumes(directories.disk) <= cap

@@ -90,7 +90,7 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(make_engine: MakeE
         again = engine.open(prompt(1, 33))
         assert (again.ready, again.loading, again.missing) == (0, 0, 33)
         again.close()
-        assert store.flush(30.0)
+        assert store.flush(120.0)
     engine.cache(prompt(1, 33))
     engine.verify(engine.serve(prompt(1, 33)), 33)
 
@@ -106,7 +106,7 @@ def test_new_weights_find_nothing_of_the_old_ones_after_a_restart(
         with inject("mover.unit", "pause"):
             late = box.save(tokens_of(2, 32), wait=False)
             box.store.set_epoch(epoch)
-        assert late.transfer.wait(30.0)
+        assert late.transfer.wait(120.0)
         assert not late.transfer.ok.any()
         assert (box.load(tokens_of(1, 32)), box.load(tokens_of(2, 32))) == (0, 0)
     with Box(config_of(directories, **sizes, epoch=epoch)) as box:

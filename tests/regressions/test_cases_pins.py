@@ -65,7 +65,7 @@ def test_a_load_that_is_given_up_returns_everything_once(open_rig: OpenRig, stat
     rig.store.evict(Tier.SHARED, 4)
     before = rig.store.stats().tiers
     if state == "done and not consumed":
-        rig.start_load(chain(1, 4)).wait(30.0)
+        rig.start_load(chain(1, 4)).wait(120.0)
     else:
         point, nth = ("mover.unit", 1) if state == "queued" else ("mover.before_copy", 2)
         with inject(point, "pause", nth=nth):
@@ -73,7 +73,7 @@ def test_a_load_that_is_given_up_returns_everything_once(open_rig: OpenRig, stat
             wait_paused(point)
             transfer.revoke()
             transfer.cancel()
-    assert rig.store.flush(30.0)
+    assert rig.store.flush(120.0)
     assert_whole(rig.store)
     assert_unpinned(rig.store)
     rig.store.evict(Tier.SHARED, 4)
@@ -126,7 +126,7 @@ def test_a_load_ended_from_two_sides_frees_each_page_once(open_rig: OpenRig) -> 
         loads[-1].revoke()
         loads[-1].cancel()
         barrier.wait()
-        assert loads.pop().wait(30.0)
+        assert loads.pop().wait(120.0)
     ender.join()
     assert_whole(rig.store)  # no slot is free twice, or free and somebody's
     assert_unpinned(rig.store)

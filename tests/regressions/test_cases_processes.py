@@ -179,5 +179,5 @@ def test_a_spawned_child_works_on_shared_memory(directories: Directories, tmp_pa
     """C075, jax-ml/jax#20734: use spawn, the error says; with pages of 1 MiB it works."""
     script = tmp_path / "spawned.py"  # a file: the child of spawn reads it again
     script.write_text(child_script(directories, "from stepwell.geometry import PageGeometry\n" + SPAWNED))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

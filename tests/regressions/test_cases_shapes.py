@@ -39,10 +39,10 @@ def test_data_and_scales_of_a_page_move_together(directories: Directories) -> No
         with PageStore(config_of(directories, geometry, **{tier: 16})) as store:
             rows = np.concatenate([data, scales], axis=1)
             tokens = tokens_of(1, 64)
-            store.save(tokens, source=store.lend(rows)[:]).transfer.result(30.0)
+            store.save(tokens, source=store.lend(rows)[:]).transfer.result(120.0)
             out = np.full_like(rows, 0xEE)
             with store.match(tokens) as match:
-                assert store.load(match, into=store.lend(out)[:]).result(30.0) == 16
+                assert store.load(match, into=store.lend(out)[:]).result(120.0) == 16
             assert np.array_equal(out[:, : data.shape[1]], data)
             assert np.array_equal(out[:, data.shape[1] :], scales)
             assert store.stats().tiers[tier].bytes_written == data.nbytes + scales.nbytes
@@ -68,7 +68,7 @@ def test_elements_of_any_size_round_trip(directories: Directories, tier: str) ->
             box.save(tokens_of(number, 24 * tokens))
             box.arrays[0][:] = 0xEE
             with box.store.match(tokens_of(number, 24 * tokens)) as match:
-                assert box.store.load(match, into=box.pool[1:25]).result(30.0) == 24, (element, tokens)
+                assert box.store.load(match, into=box.pool[1:25]).result(120.0) == 24, (element, tokens)
             assert np.array_equal(box.arrays[0][1:25], box.stamps(tokens_of(number, 24 * tokens)))
             assert (box.arrays[0][[0, 25]] == 0xEE).all()  # canaries
 
@@ -135,13 +135,13 @@ def test_offsets_come_from_strides(directories: Directories, dtype: str, raw: ty
     target = [np.full(shape, 0x77, raw) for _ in range(2)]
     with PageStore(config_of(directories, geometry, shared=8, disk=8)) as store:
         tokens = tokens_of(1, 32)
-        store.save(tokens, source=store.lend(source, axes=axes)[1:9]).transfer.result(30.0)
+        store.save(tokens, source=store.lend(source, axes=axes)[1:9]).transfer.result(120.0)
         for evicted in (0, 8):
             store.evict(Tier.SHARED, evicted)
             for array in target:
                 array[:] = 0x77
             with store.match(tokens) as match:
-                assert store.load(match, into=store.lend(target, axes=axes)[1:9]).result(30.0) == 8
+                assert store.load(match, into=store.lend(target, axes=axes)[1:9]).result(120.0) == 8
             for given, found in zip(source, target, strict=True):
                 inner = np.arange(1, 9)
                 assert np.array_equal(given.take(inner, slot_axis), found.take(inner, slot_axis))

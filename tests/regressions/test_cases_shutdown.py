@@ -36,7 +36,7 @@ def test_a_load_without_staging_memory_ends_and_does_not_spin(make_engine: MakeE
     assert held.tiers.get(Tier.HOST) == 2
     transfers = store.stats().transfers
     sequence = engine.open(prompt(1, 17))
-    assert store.device.wait([sequence], 30.0) in ([], [sequence])
+    assert store.device.wait([sequence], 120.0) in ([], [sequence])
     for _ in range(20):
         sequence.promote()
     assert store.stats().transfers - transfers <= 4  # nothing is tried again and again
@@ -185,8 +185,8 @@ BLOCKING: dict[str, Callable[[Rig], object]] = {
     "clear": lambda rig: rig.store.clear(),
     "a round of the keeper": lambda rig: rig.round(),
     "forget": lambda rig: rig.store.forget(chain(1, 4)),
-    "flush": lambda rig: rig.store.flush(60.0),
-    "wait": lambda rig: rig.transfer.wait(60.0),  # type: ignore[attr-defined]
+    "flush": lambda rig: rig.store.flush(120.0),
+    "wait": lambda rig: rig.transfer.wait(120.0),  # type: ignore[attr-defined]
     "verify": lambda rig: rig.store.verify(),
     "cancel": lambda rig: rig.transfer.cancel(),  # type: ignore[attr-defined]
     "new weights": lambda rig: rig.store.set_epoch(2),
@@ -213,7 +213,7 @@ def test_nothing_holds_the_interpreter_while_it_stands_in_io(
         for _ in range(10_000):  # Python runs on
             turns[0] += 1
         resume("file.pread")
-        thread.join(60.0)
+        thread.join(120.0)
         assert not thread.is_alive()
     assert turns[0] == 10_000
     if hasattr(rig, "store"):
@@ -236,7 +236,7 @@ def test_every_system_call_of_a_close_is_made_without_the_interpreter(
         if thread.is_alive():
             wait_paused(point)
         resume(point)
-        thread.join(60.0)
+        thread.join(120.0)
         assert not thread.is_alive()
     if hasattr(rig, "store"):
         rig.close()
@@ -278,7 +278,7 @@ def test_python_runs_while_another_thread_waits(open_rig: OpenRig) -> None:
     waited = []
     with inject("mover.unit", "pause"):
         transfer = rig.start_load(chain(1, 4))
-        waiter = threading.Thread(target=lambda: waited.append(transfer.wait(60.0)))
+        waiter = threading.Thread(target=lambda: waited.append(transfer.wait(120.0)))
         waiter.start()
         assert sum(len(str(number)) for number in range(20_000)) > 0
         assert not waited

@@ -121,7 +121,7 @@ def test_the_first_request_starts_no_compiler(directories: Directories) -> None:
         [sys.executable, "-c", child_script(directories, NO_CHILDREN)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={"PATH": "/nonexistent"},
         check=False,
     )
