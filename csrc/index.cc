@@ -85,10 +85,9 @@ struct Lease {
   uint32_t generation = 0;
   uint32_t owners = 0;           // 0: free
   std::vector<LeaseSpan> spans;  // of a match by tokens
-  std::vector<LoosePin> loose;   // of a match by keys
-  uint32_t pages() const {
-    return spans.empty() ? static_cast<uint32_t>(loose.size()) : spans.back().first_page + spans.back().pages;
-  }
+  std::vector<LoosePin> loose;   // of a match by keys; behind the spans, what a match was continued with
+  uint32_t span_pages() const { return spans.empty() ? 0 : spans.back().first_page + spans.back().pages; }
+  uint32_t pages() const { return span_pages() + static_cast<uint32_t>(loose.size()); }
 };
 
 // Covers the chain of pages that ends with `end`.
@@ -879,6 +878,25 @@ class Index::Impl {
 
   void claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total, TierMask tiers,
                   NodeId root, ClaimBatch* out, const uint8_t* row_tiers);
+
+  // What extend_match() takes a match further by.
+  struct Extension {
+    const Key* keys;
+    uint32_t count;
+    const uint8_t* offered;
+    TierMask usable;
+    int staging;
+    ClaimBatch* out;
+  };
+  bool extend_row(PageId page, uint32_t i, const Extension& by, Lease* lease, MatchResult* result);
+  bool can_extend(const MatchResult& found, const Extension& by) const {
+    return !poisoned.load(std::memory_order_relaxed) && found.epoch == epoch && by.count > 0;
+  }
+  template <typename F>
+  MatchResult extend(const MatchResult& found, const Extension& by, F&& along);
+  void extend_path(uint32_t name_space, const int32_t* tokens, uint32_t first, const Extension& by, Lease* lease,
+                   MatchResult* result);
+  void extend_keys(uint8_t kind, uint32_t first, const Extension& by, Lease* lease, MatchResult* result);
   void recover(Tier tier, const uint32_t* want, const Label* labels, const uint64_t* stamps, size_t count,
                uint8_t* accepted);
   void rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
@@ -1152,8 +1170,6 @@ uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t cou
       slots[written] = in.pages.slot(page, tier);
       ++written;
     };
-    for (uint32_t i = first_page; i < lease.loose.size() && written < count; ++i)
-      put(lease.loose[i].page, lease.loose[i].tier);
     std::vector<PageId> ids;
     for (const LeaseSpan& span : lease.spans) {
       if (written == count) break;
@@ -1163,6 +1179,9 @@ uint32_t Index::lease_pages(uint64_t lease_id, uint32_t first_page, uint32_t cou
       in.span_pages(span, skip, std::min(span.pages - skip, count - written), &ids);
       for (const PageId page : ids) put(page, span.tier);
     }
+    const uint32_t in_spans = lease.span_pages();
+    for (uint32_t i = std::max(first_page, in_spans) - in_spans; i < lease.loose.size() && written < count; ++i)
+      put(lease.loose[i].page, lease.loose[i].tier);
     return written;
   });
 }
@@ -1200,7 +1219,8 @@ void Index::shorten(uint64_t lease_id, uint32_t pages) {
   Impl& in = *impl_;
   in.locked([&] {
     Lease& lease = in.live_lease(lease_id);
-    while (lease.loose.size() > pages) {
+    const uint32_t in_spans = lease.span_pages();
+    while (!lease.loose.empty() && in_spans + lease.loose.size() > pages) {
       const PageId page = lease.loose.back().page;
       lease.loose.pop_back();
       in.add_page_pins(page, -1, false);
@@ -1225,6 +1245,201 @@ void Index::shorten(uint64_t lease_id, uint32_t pages) {
     }
     span.end = node;
     span.pages = pages - span.first_page;
+  });
+}
+
+MatchResult Index::shorten_match(const MatchResult& found, uint32_t pages) {
+  MatchResult result = found;
+  if (pages >= found.pages) return result;
+  if (pages == 0) {
+    release(found.lease);
+    result.lease = 0;
+  } else {
+    shorten(found.lease, pages);
+  }
+  while (!result.spans.empty() && result.spans.back().first_page >= pages) result.spans.pop_back();
+  if (!result.spans.empty()) result.spans.back().pages = pages - result.spans.back().first_page;
+  result.pages = pages;
+  result.pending = 0;
+  result.miss = Miss::kAbsent;
+  return result;
+}
+
+// ---- a match continued ---------------------------------------------------------------------------------------------
+
+// Pins row i's page where it is, or claims it. False: the match ends before it.
+bool Index::Impl::extend_row(PageId page, uint32_t i, const Extension& by, Lease* lease, MatchResult* result) {
+  const Standing stands = standing(pages.residency(page), by.usable);
+  int tier = by.staging;
+  ClaimOutcome outcome = ClaimOutcome::kPresent;
+  if (stands.tier != kNoTier) {
+    tier = stands.tier;
+    if (stands.leaving) make_resident(page, tier, Move::kKeep);
+  } else if (pages.residency(page, tier) == Residency::kArriving) {
+    outcome = ClaimOutcome::kPending;
+  } else if (stands.arriving || stands.quarantined || by.offered[i] == 0) {
+    result->miss = stands.arriving ? Miss::kPending : stands.quarantined ? Miss::kQuarantined : Miss::kAbsent;
+    result->pending = stands.arriving ? 1 : 0;  // at least
+    return false;
+  } else {
+    outcome = claim(page, tier);
+    if (outcome != ClaimOutcome::kNew) return false;  // no slot
+    add_page_pins(page, 1, true);
+  }
+  add_page_pins(page, 1, false);
+  lease->loose.push_back({page, static_cast<uint8_t>(tier)});
+  const size_t column = size_t{i} * kTiers + at(tier);
+  by.out->pages[i] = page;
+  by.out->outcomes[column] = outcome;
+  by.out->slots[column] = pages.slot(page, tier);
+  by.out->numbers[column] = pages.number(page, tier);
+  if (!result->spans.empty() && static_cast<int>(result->spans.back().tier) == tier) {
+    ++result->spans.back().pages;
+  } else {
+    result->spans.push_back({result->pages, 1, static_cast<Tier>(tier)});
+  }
+  ++result->pages;
+  return true;
+}
+
+template <typename F>
+MatchResult Index::Impl::extend(const MatchResult& found, const Extension& by, F&& along) {
+  MatchResult result = found;
+  reset(by.out, by.count);
+  if (!can_extend(found, by)) return result;
+  result.miss = Miss::kAbsent;
+  result.pending = 0;
+  Lease fresh;
+  Lease* lease = &fresh;
+  if (found.lease != 0) lease = &live_lease(found.lease);
+  seek_slots(mask(static_cast<Tier>(by.staging)), by.count);
+  along(lease, &result);
+  if (result.pages == found.pages) return found;  // it was right about what follows, but for what is offered
+  if (result.pages == found.pages + by.count) result.miss = Miss::kNone;
+  if (lease == &fresh) result.lease = make_lease(std::move(fresh));
+  return result;
+}
+
+void Index::Impl::extend_path(uint32_t name_space, const int32_t* tokens, uint32_t first, const Extension& by,
+                              Lease* lease, MatchResult* result) {
+  const size_t page_tokens = pages.page_tokens();
+  const uint32_t total = first + by.count;
+  TreePlace place = tree.walk(root_of(name_space), tokens, total);
+  const uint32_t walked = place.depth;
+  if (walked < first) return;  // the pages before are another chain's: no lease of these tokens
+  std::vector<PageId> known;
+  if (walked > first) span_pages({place.node, 0, walked, 0}, first, walked - first, &known);
+  PageId last = kNoPage;
+  for (uint32_t i = 0; i < by.count; ++i) {
+    PageId page;
+    bool fits = true;
+    if (first + i < walked) {
+      page = known[i];
+      fits = pages.has_key(page, by.keys[i].bytes.data(), by.keys[i].length);
+    } else {
+      page = pages.find(by.keys[i], kKv, epoch);
+      if (page == kNoPage) {
+        if (by.offered[i] == 0 || slots[at(by.staging)].claimable() == 0) break;
+        page = pages.create(by.keys[i], kKv, epoch);
+      } else {
+        fits = !contradicts(page, place);
+      }
+      if (fits) attach(&place, page, tokens + (first + i) * page_tokens);
+    }
+    if (!fits) break;
+    last = page;
+    if (!extend_row(page, i, by, lease, result)) break;
+  }
+  if (last == kNoPage) return;
+  log_touch(last, pages.depth(last) + 1);
+  drop_if_dead(last);
+}
+
+void Index::Impl::extend_keys(uint8_t kind, uint32_t, const Extension& by, Lease* lease, MatchResult* result) {
+  for (uint32_t i = 0; i < by.count; ++i) {
+    PageId page = pages.find(by.keys[i], kind, epoch);
+    if (page == kNoPage) {
+      if (by.offered[i] == 0 || slots[at(by.staging)].claimable() == 0) return;
+      page = pages.create(by.keys[i], kind, epoch);
+    }
+    if (extend_row(page, i, by, lease, result)) {
+      log_touch(page, 1);
+      continue;
+    }
+    drop_if_dead(page);
+    return;
+  }
+}
+
+MatchResult Index::extend_match(const MatchResult& found, uint32_t name_space, const int32_t* tokens, const Key* keys,
+                                uint32_t count, const uint8_t* offered, TierMask usable, Tier staging,
+                                ClaimBatch* out) {
+  Impl& in = *impl_;
+  in.check_name_space(name_space);
+  check_keys(keys, count);
+  const Impl::Extension by{keys, count, offered, usable, static_cast<int>(staging), out};
+  return in.locked([&] {
+    return in.extend(found, by, [&](Lease* lease, MatchResult* result) {
+      in.extend_path(name_space, tokens, found.pages, by, lease, result);
+    });
+  });
+}
+
+MatchResult Index::extend_match_keys(const MatchResult& found, const Key* keys, uint32_t count, uint8_t kind,
+                                     const uint8_t* offered, TierMask usable, Tier staging, ClaimBatch* out) {
+  Impl& in = *impl_;
+  check_keys(keys, count);
+  const Impl::Extension by{keys, count, offered, usable, static_cast<int>(staging), out};
+  return in.locked([&] {
+    return in.extend(found, by,
+                     [&](Lease* lease, MatchResult* result) { in.extend_keys(kind, found.pages, by, lease, result); });
+  });
+}
+
+void Index::lease_states(uint64_t lease_id, std::vector<PageId>* pages, std::vector<uint8_t>* tiers,
+                         std::vector<uint32_t>* slots, std::vector<uint32_t>* numbers,
+                         std::vector<uint8_t>* residencies) const {
+  Impl& in = *impl_;
+  in.locked([&] {
+    const Lease& lease = in.live_lease(lease_id);
+    pages->clear();
+    tiers->clear();
+    for (const LeaseSpan& span : lease.spans) {
+      in.span_pages(span, 0, span.pages, pages);
+      tiers->resize(pages->size(), span.tier);
+    }
+    for (const LoosePin& pin : lease.loose) {
+      pages->push_back(pin.page);
+      tiers->push_back(pin.tier);
+    }
+    slots->resize(pages->size());
+    numbers->resize(pages->size());
+    residencies->resize(pages->size());
+    for (size_t i = 0; i < pages->size(); ++i) {
+      const PageId page = (*pages)[i];
+      const int tier = (*tiers)[i];
+      (*slots)[i] = in.pages.slot(page, tier);
+      (*numbers)[i] = in.pages.number(page, tier);
+      (*residencies)[i] = static_cast<uint8_t>(in.pages.residency(page, tier));
+    }
+  });
+}
+
+Key Index::lease_key(uint64_t lease_id, uint32_t page) const {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    const Lease& lease = in.live_lease(lease_id);
+    if (page >= lease.pages()) throw std::invalid_argument("the lease has no page " + std::to_string(page));
+    const uint32_t in_spans = lease.span_pages();
+    if (page >= in_spans) return in.pages.key(lease.loose[page - in_spans].page);
+    std::vector<PageId> ids;
+    for (const LeaseSpan& span : lease.spans) {
+      if (page < span.first_page + span.pages) {
+        in.span_pages(span, page - span.first_page, 1, &ids);
+        break;
+      }
+    }
+    return in.pages.key(ids.at(0));
   });
 }
 
@@ -1436,8 +1651,8 @@ void Index::claim_leased(uint64_t lease_id, Tier tier, const uint8_t* rows, Clai
   in.locked([&] {
     const Lease& lease = in.live_lease(lease_id);
     std::vector<PageId> ids;
-    for (const LoosePin& pin : lease.loose) ids.push_back(pin.page);
     for (const LeaseSpan& span : lease.spans) in.span_pages(span, 0, span.pages, &ids);
+    for (const LoosePin& pin : lease.loose) ids.push_back(pin.page);
     Impl::reset(out, ids.size());
     in.seek_slots(mask(tier), static_cast<uint32_t>(ids.size()));
     for (uint32_t i = 0; i < ids.size(); ++i) {

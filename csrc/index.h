@@ -9,7 +9,8 @@
 //   I1  per tier: free + arriving + resident + leaving + quarantined = capacity (leaving includes slots on their way
 //       back, see finish()).
 //   I2  a slot belongs to at most one page, or to a private holder, or is free.
-//   I3  moves obey residency.h; a page pinned in a tier is RESIDENT there.
+//   I3  moves obey residency.h; a page pinned in a tier is RESIDENT there, but for one that a match was continued with
+//       (extend_match) while it was ARRIVING: that one may fail to come, and is then ABSENT and pinned.
 //   I4  rank is monotone along a chain: of two resident pages of one tier that may leave, the ancestor leaves later.
 //   I5  a match never reports past the first page that is RESIDENT in no usable tier.
 //   I6  every pin has a lease or a claim that will return it.
@@ -158,6 +159,27 @@ class Index {
   bool release(uint64_t lease);  // false: unknown or already released by all (a double release: the caller raises)
   // Drops the pins past `pages`; the lease then covers the first `pages` only.
   void shorten(uint64_t lease, uint32_t pages);
+  // The same for a match; without a page left its lease is released.
+  MatchResult shorten_match(const MatchResult& found, uint32_t pages);
+
+  // ---- a match continued with what somebody else has -----------------------------------------------------------
+  // Takes a match further than it came by itself, along keys[i] of the pages behind it, as far as each is RESIDENT in a
+  // tier of `usable`, or ARRIVING in `staging`, or offered[i] and then claimed there (kNew; page-pinned once, as by
+  // claim_absent(), until unpin_pages()). All of them are pinned by the lease, page by page: one that is ARRIVING may
+  // still fail, and is then ABSENT and pinned. Row i of *out is about keys[i]: kPresent, kPending or kNew in the tier
+  // it is pinned in, with slot and number; rows past the end are kNone. Unchanged where the epoch is another one now.
+  // `found` is consumed: its lease goes on in what is returned.
+  MatchResult extend_match(const MatchResult& found, uint32_t name_space, const int32_t* tokens, const Key* keys,
+                           uint32_t count, const uint8_t* offered, TierMask usable, Tier staging, ClaimBatch* out);
+  // The same for a match by keys; pages that are claimed have no known parent.
+  MatchResult extend_match_keys(const MatchResult& found, const Key* keys, uint32_t count, uint8_t kind,
+                                const uint8_t* offered, TierMask usable, Tier staging, ClaimBatch* out);
+  // Pages of a lease with the state of each in the tier it is pinned in, as of one moment.
+  void lease_states(uint64_t lease, std::vector<PageId>* pages, std::vector<uint8_t>* tiers,
+                    std::vector<uint32_t>* slots, std::vector<uint32_t>* numbers,
+                    std::vector<uint8_t>* residencies) const;
+  // Key of a page of a lease. REQUIRES the lease is live and has it.
+  Key lease_key(uint64_t lease, uint32_t page) const;
 
   // ---- holds (pins by time) ----------------------------------------------------------------------------------
   // Tiers whose copies a hold keeps. REQUIRES no hold lives.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <list>
 #include <stdexcept>
 #include <system_error>
 #include <unordered_map>
@@ -87,6 +88,7 @@ struct Unit {
 struct Worker {
   Scratch scratch;
   std::vector<uint32_t> checksums;  // of the page that is being gathered
+  ForeignDetail foreign;            // of the page that is being read from a neighbour
   // Serial number of the call it is in, times 8, plus its column plus 1; that is 0 while it is idle.
   std::atomic<uint64_t> call{0};
 
@@ -122,11 +124,13 @@ struct LayeredPage {
 }  // namespace
 
 struct Mover::Impl {
-  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_)
+  Impl(MoverOptions options_, const PageShape& shape_, Index* index_, std::array<Medium*, kTiers> media_,
+       Foreign* foreign_)
       : options(options_),
         shape(shape_),
         index(index_),
         media(media_),
+        foreign(foreign_),
         pid(::getpid()),
         is_stepped(options_.copy_threads == 0),
         queues{WeightedQueue<Unit>(options_.queue_units), WeightedQueue<Unit>(options_.queue_units)} {}
@@ -146,6 +150,7 @@ struct Mover::Impl {
   bool open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source);
   // The two copies: into a tier, which ends in a commit, and into the lent pool. False: the source is of no more use.
   bool fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source);
+  void fill_from_neighbour(Transfer& transfer, uint32_t page, Worker& worker);
   bool land(Transfer& transfer, uint32_t page, Worker& worker, const OpenSource& source);
   void check(Transfer& transfer, uint32_t page, const OpenSource& source);
   Status land_layer(Transfer& transfer, uint32_t page, uint32_t layer, uint32_t seed, const PageSource& source,
@@ -186,6 +191,9 @@ struct Mover::Impl {
   bool queue_retry(const Unit& unit, uint32_t position) noexcept;
   void end_retry(const Unit& unit) noexcept;
   void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) noexcept;
+  // One of those that it waits for is done; after the last of them it begins.
+  void release(const std::shared_ptr<Transfer>& transfer) noexcept;
+  void give_up_lost(Transfer& transfer);
   void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
   void poison(const char* reason) noexcept;
   void poison_by_current_exception() noexcept;
@@ -204,6 +212,7 @@ struct Mover::Impl {
   const PageShape shape;
   Index* const index;
   const std::array<Medium*, kTiers> media;
+  Foreign* const foreign;
   RetireList retired;
   const pid_t pid;
   const bool is_stepped;  // no threads: step() does the work
@@ -247,6 +256,7 @@ ColumnMask Mover::Impl::io_mask() const {
 bool Mover::Impl::is_valid(const TransferSpec& spec) const {
   if (spec.pool != nullptr && spec.pool->layers() != shape.layers()) return false;
   if (static_cast<size_t>(spec.work_class) >= kWorkClasses) return false;
+  if (std::find(spec.after.begin(), spec.after.end(), nullptr) != spec.after.end()) return false;
   for (const PageCopy& copy : spec.pages) {
     if (copy.page == kNoPage) return false;
     int sources = 0, sinks = 0;
@@ -262,6 +272,13 @@ bool Mover::Impl::is_valid(const TransferSpec& spec) const {
         return false;
       }
     }
+    if (copy.foreign.is_known()) {
+      const bool is_staging = sources == 0 && sinks == 1 &&
+                              copy.roles[static_cast<size_t>(Tier::kHost)] == Role::kSink && foreign != nullptr;
+      if (!is_staging || copy.is_awaited || spec.source_leaving) return false;
+      continue;
+    }
+    if (copy.is_awaited && copy.roles[static_cast<size_t>(Tier::kHost)] != Role::kSource) return false;
     // Without a sink it is a check: of a tier's page, which stays where it is.
     if (sources != 1 || (sinks == 0 && (copy.roles[kPoolColumn] == Role::kSource || spec.source_leaving))) return false;
   }
@@ -299,12 +316,14 @@ void Mover::Impl::plan(Transfer& transfer) const {
       if ((source & io) == 0) page.source_stage = 1;
     }
     if (page.sinks[0] != 0 || page.sinks[1] == 0)
-      runs[0][((source | page.sinks[0]) & io) != 0 ? kIoQueue : kCopyQueue].push_back(i);
+      runs[0][((source | page.sinks[0]) & io) != 0 || spec.pages[i].foreign.is_known() ? kIoQueue : kCopyQueue]
+          .push_back(i);
     if (page.sinks[1] == kPoolMask) {
       layered.push_back(i);
     } else if (page.sinks[1] != 0) {
       runs[1][kIoQueue].push_back(i);
     }
+    progress.awaits |= spec.pages[i].is_awaited;
     progress.pool_is_sink |= (sinks & kPoolMask) != 0;
     progress.uses_pool[0] |= ((source | page.sinks[0]) & kPoolMask) != 0;
   }
@@ -461,7 +480,11 @@ void Mover::Impl::end_retry(const Unit& unit) noexcept {
 void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker) {
   PageProgress& progress = transfer.progress_->pages[page];
   const ColumnMask open_sinks = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~progress.settled);
-  if ((open_sinks == 0 && !progress.is_check()) || stopped(transfer)) return;
+  if ((open_sinks == 0 && !progress.is_check()) || progress.is_lost || stopped(transfer)) return;
+  if (transfer.spec_.pages[page].foreign.is_known()) {
+    fill_from_neighbour(transfer, page, worker);
+    return;
+  }
   OpenSource source;
   if (!open_source(transfer, page, stage, worker, &source)) return;
   if (progress.is_check()) {
@@ -591,6 +614,30 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
     source->bytes = PageSource{target.bytes, worker.checksums.data(), target.guarded};
   }
   return true;
+}
+
+// A neighbour may do whatever it likes meanwhile: the bytes count once they are here and verified, and nobody finds the
+// slot before the commit.
+void Mover::Impl::fill_from_neighbour(Transfer& transfer, uint32_t page, Worker& worker) {
+  constexpr int column = static_cast<int>(Tier::kHost);
+  const PageCopy& copy = transfer.spec_.pages[page];
+  Medium& medium = *media[column];
+  reach("mover.before_copy");
+  PageTarget target;
+  worker.enter(static_cast<int>(foreign->tier_of(copy.foreign)));  // its files lie beside that tier's own
+  Status status = medium.begin_write(copy.slots[column], worker.scratch, &target);
+  if (status == Status::kOk) status = foreign->read(copy.foreign, copy.label, target.bytes, &worker.foreign);
+  if (status == Status::kOk) {
+    transfer.progress_->pages[page].published |= column_mask(column);
+    status = medium.finish_write(copy.slots[column], copy.label, worker.foreign.expected.data(), target);
+  }
+  if (status != Status::kOk) {
+    fail(transfer, page, column, status);
+    return;
+  }
+  reach("mover.after_copy");
+  commit(transfer, page, column);
+  reach("mover.after_commit");
 }
 
 void Mover::Impl::commit(Transfer& transfer, uint32_t page, int column) {
@@ -867,6 +914,48 @@ void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int sta
   }
 }
 
+void Mover::Impl::release(const std::shared_ptr<Transfer>& transfer) noexcept {
+  Transfer::Progress& progress = *transfer->progress_;
+  if (progress.waits_for.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  if (progress.awaits) {
+    surely([&] {
+      reach("mover.begin_after");
+      give_up_lost(*transfer);
+    });
+  }
+  transfer->spec_.after.clear();
+  if (progress.order.empty()) {
+    end_transfer(transfer);
+  } else {
+    begin_stage(transfer, progress.units[0].empty() ? 1 : 0);
+  }
+}
+
+// Of what is awaited, all but what has come: by page and claim number, because a page that failed to come may be on its
+// way again by then, to another slot, for somebody else.
+void Mover::Impl::give_up_lost(Transfer& transfer) {
+  constexpr size_t column = static_cast<size_t>(Tier::kHost);
+  std::unordered_map<uint64_t, Status> came;
+  for (const std::shared_ptr<Transfer>& before : transfer.spec_.after) {
+    std::lock_guard lock(before->mutex_);
+    for (size_t i = 0; i < before->spec_.pages.size(); ++i) {
+      const PageCopy& copy = before->spec_.pages[i];
+      if (copy.roles[column] != Role::kSink) continue;
+      const bool is_here = (before->progress_->landed[i] & column_mask(static_cast<int>(Tier::kHost))) != 0;
+      came[uint64_t{copy.page} << 32 | copy.numbers[column]] = is_here ? Status::kOk : before->progress_->status[i];
+    }
+  }
+  for (size_t i = 0; i < transfer.spec_.pages.size(); ++i) {
+    const PageCopy& copy = transfer.spec_.pages[i];
+    if (!copy.is_awaited) continue;
+    const auto found = came.find(uint64_t{copy.page} << 32 | copy.numbers[column]);
+    const Status status = found == came.end() ? Status::kGone : found->second;
+    if (status == Status::kOk) continue;
+    transfer.progress_->pages[i].is_lost = true;
+    transfer.progress_->pages[i].failure = status == Status::kStale ? Status::kGone : status;
+  }
+}
+
 void Mover::Impl::end_unit(const Unit& unit) noexcept {
   {
     // Before anyone can see the transfer done: who then submits the next finds this unit's room.
@@ -1000,6 +1089,7 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
   }
   if (spec.lease != 0) surely([&] { index->release(spec.lease); });
   transfers.fetch_add(1, std::memory_order_relaxed);
+  std::list<std::shared_ptr<Transfer>> followers;
   {
     // One step for whoever looks: done, the completion and the tokens come together.
     std::lock_guard lock(transfer->mutex_);
@@ -1017,11 +1107,13 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
     progress.source_released.store(true, std::memory_order_release);
     progress.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - progress.submitted).count();
     progress.done = true;
+    followers.swap(progress.followers);
     if (progress.inbox != nullptr) progress.inbox->push(completion);
     if (spec.keep_alive != 0) retired.push(spec.keep_alive);
     progress.watchers.tell();
     transfer->condition_.notify_all();
   }
+  for (const std::shared_ptr<Transfer>& follower : followers) release(follower);
   std::lock_guard lock(queue_mutex);
   live.erase(transfer.get());
   if (live.empty()) idle.notify_all();
@@ -1067,8 +1159,9 @@ Status Mover::Impl::note_current_exception() noexcept {
 
 // ---- the mover -------------------------------------------------------------------------------------------------
 
-Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media)
-    : impl_(std::make_unique<Impl>(options, shape, index, media)) {
+Mover::Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media,
+             Foreign* foreign)
+    : impl_(std::make_unique<Impl>(options, shape, index, media, foreign)) {
   if ((options.copy_threads == 0) != (options.io_threads == 0)) {
     throw std::invalid_argument("mover: copy_threads " + std::to_string(options.copy_threads) + " and io_threads " +
                                 std::to_string(options.io_threads) +
@@ -1125,6 +1218,9 @@ Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std
     for (const UnitPlan& unit : stage) ++needed[unit.io ? kIoQueue : kCopyQueue];
   }
   // Everything that may throw comes before anything is taken.
+  std::vector<std::list<std::shared_ptr<Transfer>>> links(transfer->spec_.after.size());
+  for (auto& link : links) link.push_back(transfer);
+  progress.waits_for.store(1 + static_cast<uint32_t>(links.size()), std::memory_order_relaxed);
   if (transfer->spec_.keep_alive != 0) impl.retired.reserve(1);
   const auto refused = [&](Status status) {
     if (transfer->spec_.keep_alive != 0) impl.retired.unreserve(1);
@@ -1151,11 +1247,19 @@ Status Mover::submit(TransferSpec spec, const std::shared_ptr<Inbox>& inbox, std
     }
   }
   *out = transfer;
-  if (transfer->progress_->order.empty()) {
-    impl.end_transfer(transfer);
-  } else {
-    impl.begin_stage(transfer, progress.units[0].empty() ? 1 : 0);
+  uint32_t over = 0;  // of those to wait for
+  for (size_t i = 0; i < links.size(); ++i) {
+    Transfer& before = *transfer->spec_.after[i];
+    std::lock_guard lock(before.mutex_);
+    if (before.progress_->done) {
+      ++over;
+    } else {
+      before.progress_->followers.splice(before.progress_->followers.end(), links[i]);
+    }
   }
+  // Not before they are all linked: the last of them clears the list.
+  for (uint32_t i = 0; i < over; ++i) impl.release(transfer);
+  impl.release(transfer);
   return Status::kOk;
 }
 

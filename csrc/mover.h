@@ -15,6 +15,11 @@
 //           Disk pages with no memory sink, or with none that took them, go to the pool in stage 1.
 //   a promotion or demotion between tiers: one stage.
 //   a check (source = a tier, no sink):  one stage; the page's layers are read and compared, nothing is copied.
+//   a staging (source = a neighbour's volume, sink = host):  one stage on the io queue, each page read in one pass
+//                                                            straight into its slot, verified there before the commit.
+// A transfer that has others to wait for (`after`) holds its room in the queues from the start, and is queued by the
+// worker that ends the last of them: gate, deadline, cancel, drain and poison are to it what they are to one that waits
+// in a queue.
 // Each layer copied is checked against the checksum its source recorded; a pool source makes the checksums. A page
 // fails alone. A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from
 // it holds the page; else it is kept.
@@ -24,8 +29,8 @@
 // An exception in a unit fails the pages of that unit that are not decided (kFailed), returns their claims, and the
 // worker goes on; a failed assertion poisons.
 // Fault points: mover.unit, mover.before_copy, mover.after_copy (before a commit, or before a page is said to have
-// landed), mover.after_commit; an armed errno stands for an exception there, and at mover.assertion for a failed
-// assertion.
+// landed), mover.after_commit, mover.begin_after (before a transfer is queued that has waited for others); an armed
+// errno stands for an exception there, and at mover.assertion for a failed assertion.
 //
 // Threads: submit from any thread; workers are sw-copy-n and sw-io-n. With copy_threads = io_threads = 0 nothing runs
 // until step() is called: the stepped mover of stepwell.testing.
@@ -79,8 +84,10 @@ struct WorkerCall {
 
 class Mover {
  public:
-  // media[tier]: null where the store lacks the tier (kDevice always null). All outlive the mover.
-  Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media);
+  // media[tier]: null where the store lacks the tier (kDevice always null). foreign: null where no neighbour's page is
+  // read. All outlive the mover.
+  Mover(MoverOptions options, const PageShape& shape, Index* index, std::array<Medium*, kTiers> media,
+        Foreign* foreign = nullptr);
   // drain(0) and join. Where a call still does not return, after kLetGo_s its worker is left behind with all it refers
   // to but the media and the index: whoever owns those waits for `stuck()` to be false, or the process ends first.
   ~Mover();

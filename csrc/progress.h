@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <list>
 #include <memory>
 #include <vector>
 
@@ -25,6 +26,7 @@ struct PageProgress {
   uint8_t source_stage = 0;                 // the last stage that reads the page's own source; fixed at submit
   // sinks whose claim was committed or aborted (pool: landed or given up); of a check, the source once it was right
   ColumnMask settled = 0;
+  bool is_lost = false;         // it was awaited, and did not come: nothing is tried
   ColumnMask published = 0;     // record written, claim not committed yet
   ColumnMask unsettled = 0;     // of these: to be made durable by the medium first, after the stage's last unit
   bool source_settled = false;  // a LEAVING source was finished, kept or quarantined
@@ -54,6 +56,7 @@ struct Transfer::Progress {
   std::array<std::vector<UnitPlan>, kStages> units;
   std::array<bool, kStages> uses_pool{};
   bool pool_is_sink = false;
+  bool awaits = false;  // some page is to be brought by a transfer before
   pid_t pid = 0;
   std::chrono::steady_clock::time_point submitted;
 
@@ -66,9 +69,11 @@ struct Transfer::Progress {
   uint32_t units_left = 0;      // of the stage under way
   bool done = false;
   bool gate_closed = false;
-  Watchers watchers;  // of done, or of the gate's being closed
+  std::list<std::shared_ptr<Transfer>> followers;  // that wait for this one
+  Watchers watchers;                               // of done, or of the gate's being closed
   double seconds = 0;
 
+  std::atomic<uint32_t> waits_for{0};  // transfers that are to be done first, and the submit itself
   std::atomic<bool> cancelled{false};
   std::atomic<bool> source_released{false};
   std::atomic<uint32_t> layers_done{0};

@@ -21,6 +21,7 @@ const char* status_name(Status status) noexcept {
     case Status::kPoisoned: return "poisoned";
     case Status::kInvalid: return "invalid";
     case Status::kFailed: return "failed";
+    case Status::kGone: return "gone";
   }
   return "unknown";
 }

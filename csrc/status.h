@@ -24,6 +24,7 @@ enum class Status : uint8_t {
   kPoisoned = 11,  // an assertion failed earlier
   kInvalid = 12,   // an argument is out of range
   kFailed = 13,    // an exception in the job that had it (no memory, most likely); nothing is wrong with the bytes
+  kGone = 14,      // a neighbour's page was freed or rewritten before it was copied
 };
 
 const char* status_name(Status status) noexcept;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "copy.h"
+#include "foreign.h"
 #include "index.h"
 #include "medium.h"
 #include "queue.h"
@@ -26,6 +27,7 @@
 namespace stepwell {
 
 class Mover;
+class Transfer;
 
 // Columns of a page: the lent pool, then the tiers that have a medium (device pages travel as a lent pool).
 constexpr int kPoolColumn = 0;  // in place of Tier::kDevice
@@ -36,8 +38,12 @@ struct PageCopy {
   Label label;
   std::array<Role, kTiers> roles{};      // [column]
   std::array<uint32_t, kTiers> slots{};  // [column]; for the pool: its slot
-  // [column]; claim number of a tier sink; of a LEAVING source (leaving == true)
+  // [column]; claim number of a tier sink; of a LEAVING source (leaving == true); of a source that is awaited
   std::array<uint32_t, kTiers> numbers{};
+  // Known: the source is a neighbour's page, and no column is one. Its one sink is host memory.
+  ForeignPlace foreign;
+  // The source is still to come, by a transfer of `after` that commits this number of this page there.
+  bool is_awaited = false;
 };
 
 struct TransferSpec {
@@ -53,6 +59,8 @@ struct TransferSpec {
   uint64_t tag = 0;         // comes back in the inbox
   uint64_t keep_alive = 0;  // token for the retire list; 0: none
   uint64_t epoch = 0;       // informational
+  // Begins once all of these are done. A page that is awaited and that none of them has brought fails with their reason.
+  std::vector<std::shared_ptr<Transfer>> after;
 };
 
 // Lets workers into the caller's memory until it is closed.
@@ -166,7 +174,7 @@ class RetireList {
 };
 
 // A submitted transfer. Shared by the mover and whoever watches it; dropping the watcher's reference detaches.
-// States: queued -> running -> done. `done` means: every page decided, every continuation executed.
+// States: (waiting for others ->) queued -> running -> done. `done` means: every page decided, every continuation executed.
 class Transfer {
  public:
   bool done() const noexcept;

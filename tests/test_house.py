@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.scan",
         "tiers.reader",
         "tiers.volumes",
+        "tiers.neighbours",
         "tiers.lmdb_index",
         "tiers.lmdb_reader",
         "tiers.volume_tier",
@@ -55,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.device",
     ),
     ("waker", "mover", "keeper", "stats", "events"),
-    ("lease", "pins", "seen", "health", "room", "copies", "sequence", "store"),
+    ("lease", "pins", "seen", "health", "room", "copies", "staging", "sequence", "store"),
     ("inspection", "verification", "removal"),  # tier directories without a store
     # what the command line shows of a configuration and of a machine
     (

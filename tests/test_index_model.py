@@ -90,7 +90,55 @@ class Pair:
         space, tokens, keys = self.chain(choose)
         usable = choose(16)
         got = self.index.match_and_pin(space, tokens, usable)
-        self.check_match(got, self.model.match(keys, usable, got.lease))
+        want = self.model.match(keys, usable, got.lease)
+        self.check_match(got, want)
+        if choose(3) == 0:
+            offered, staging = self.offer(choose, len(keys) - got.pages)
+            longer, batch = self.index.extend_match(
+                got, space, tokens, key_array(keys[got.pages :]), offered, usable, staging
+            )
+            self.check_extension(got, longer, batch, want, keys, 1, offered, usable, staging, by_tokens=True)
+
+    def offer(self, choose: Choose, rows: int) -> tuple[np.ndarray, int]:
+        """Choose which pages somebody else has, and where they would come to."""
+        return np.array([choose(4) > 0 for _ in range(rows)], np.uint8), choose(4)
+
+    def check_extension(
+        self,
+        got: _core.MatchResult,
+        longer: _core.MatchResult,
+        batch: _core.ClaimBatch,
+        want: m.Matched,
+        keys: list[bytes],
+        kind: int,
+        offered: np.ndarray,
+        usable: int,
+        staging: int,
+        *,
+        by_tokens: bool,
+    ) -> None:
+        want, outcomes = self.model.extend(
+            want, longer.lease, keys, kind, offered.tolist(), usable, staging, self.grant(batch), by_tokens=by_tokens
+        )
+        assert got.lease in (0, longer.lease)
+        assert (longer.pages, longer.pending, longer.miss) == (want.pages, want.pending, want.miss)
+        assert longer.spans == want.spans
+        for row, outcome in enumerate(outcomes):
+            assert outcome == max(batch.outcomes[row], key=lambda outcome: outcome != m.NONE)
+            if outcome == m.NEW:
+                self.claims.append((int(batch.pages[row]), staging, int(batch.numbers[row, staging])))
+                self.pins.append(int(batch.pages[row]))
+        if longer.lease and not got.lease:
+            self.leases.append(longer.lease)
+        if longer.lease:
+            pages, tiers, slots, numbers, residencies = self.index.lease_states(longer.lease)
+            assert [(self.name_of(int(page)), int(tier)) for page, tier in zip(pages, tiers, strict=True)] == want.pins
+            for (name, tier), slot, number, residency in zip(want.pins, slots, numbers, residencies, strict=True):
+                page = self.model.pages[name]
+                assert (page.slot[tier], page.number[tier], page.residency[tier]) == (slot, number, residency)
+            last = self.index.lease_pages(longer.lease, longer.pages - 1, 1)
+            assert [int(array[0]) for array in last] == [int(array[-1]) for array in (pages, tiers, slots)]
+            assert self.index.lease_key(longer.lease, longer.pages - 1) == want.pins[-1][0].key
 
     def check_match(self, got: _core.MatchResult, want: m.Matched) -> None:
         assert (got.pages, got.pending, got.miss) == (want.pages, want.pending, want.miss)
@@ -112,7 +160,14 @@ class Pair:
         keys, kind, _, _ = self.some_keys(choose)
         usable = choose(16)
         got = self.index.match_keys_and_pin(key_array(keys), kind, usable)
-        self.check_match(got, self.model.match_keys(keys, kind, usable, got.lease))
+        want = self.model.match_keys(keys, kind, usable, got.lease)
+        self.check_match(got, want)
+        if choose(3) == 0:
+            offered, staging = self.offer(choose, len(keys) - got.pages)
+            longer, batch = self.index.extend_match_keys(
+                got, key_array(keys[got.pages :]), kind, offered, usable, staging
+            )
+            self.check_extension(got, longer, batch, want, keys, kind, offered, usable, staging, by_tokens=False)
 
     def look(self, choose: Choose) -> None:
         space, tokens, keys = self.chain(choose)
@@ -431,7 +486,8 @@ class Pair:
                 (self.name_of(int(page)), int(tier))
                 for page, tier in zip(pages, tiers, strict=True)
             ] == held.pins
-            assert slots.tolist() == [self.model.pages[name].slot[t] for name, t in held.pins]
+            found = [None if slot == 0xFFFFFFFF else slot for slot in slots.tolist()]  # a copy that failed to come
+            assert found == [self.model.pages[name].slot[t] for name, t in held.pins]
 
     def drain(self) -> None:
         """End everything; then nothing may be left but what is resident."""

@@ -70,6 +70,7 @@ void bind_primitives(nb::module_& module);  // status, crc32c, sha256, fault, Pa
 void bind_file(nb::module_& module);        // Descriptor, file functions
 void bind_index(nb::module_& module);       // residency table, Index
 void bind_volume(nb::module_& module);      // Slab, Volume, VolumeSet, read_foreign_page
+void bind_neighbours(nb::module_& module);  // Foreign: pages of neighbours
 void bind_mover(nb::module_& module);       // Transfer, Inbox, Mover
 
 }  // namespace stepwell::bind

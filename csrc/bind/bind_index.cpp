@@ -266,6 +266,58 @@ void bind_index(nb::module_& module) {
       .def("retain", &Index::retain, nb::arg("lease"), Release())
       .def("release", &Index::release, nb::arg("lease"), Release())
       .def("shorten", &Index::shorten, nb::arg("lease"), nb::arg("pages"), Release())
+      .def("shorten_match", &Index::shorten_match, nb::arg("found"), nb::arg("pages"), Release(),
+           "Return the match cut to its first pages; the pins of the others are returned.")
+      // ---- a match continued
+      .def(
+          "extend_match",
+          [](Index& self, const MatchResult& found, uint32_t name_space, const Array1<int32_t>& tokens,
+             const Array2<uint8_t>& keys, const Array1<uint8_t>& offered, int usable, int staging) {
+            const std::vector<Key> list = to_keys(keys);
+            check_same_length(list.size(), offered.shape(0), "keys and offered differ in length");
+            check_tokens(self, tokens.shape(0), found.pages + list.size());
+            ClaimBatch out;
+            MatchResult result =
+                self.extend_match(found, name_space, tokens.data(), list.data(), static_cast<uint32_t>(list.size()),
+                                  offered.data(), to_mask(usable), to_tier(staging), &out);
+            return std::tuple(std::move(result), std::move(out));
+          },
+          nb::arg("found"), nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("offered"),
+          nb::arg("usable"), nb::arg("staging"), Release(),
+          "Take a match further along the keys behind it. Returns (MatchResult in place of `found`, ClaimBatch).")
+      .def(
+          "extend_match_keys",
+          [](Index& self, const MatchResult& found, const Array2<uint8_t>& keys, uint8_t kind,
+             const Array1<uint8_t>& offered, int usable, int staging) {
+            const std::vector<Key> list = to_keys(keys);
+            check_same_length(list.size(), offered.shape(0), "keys and offered differ in length");
+            ClaimBatch out;
+            MatchResult result = self.extend_match_keys(found, list.data(), static_cast<uint32_t>(list.size()), kind,
+                                                        offered.data(), to_mask(usable), to_tier(staging), &out);
+            return std::tuple(std::move(result), std::move(out));
+          },
+          nb::arg("found"), nb::arg("keys"), nb::arg("kind"), nb::arg("offered"), nb::arg("usable"), nb::arg("staging"),
+          Release(), "The same for a match by keys.")
+      .def(
+          "lease_states",
+          [](const Index& self, uint64_t lease) {
+            std::vector<PageId> pages;
+            std::vector<uint8_t> tiers, residencies;
+            std::vector<uint32_t> slots, numbers;
+            {
+              nb::gil_scoped_release release;
+              self.lease_states(lease, &pages, &tiers, &slots, &numbers, &residencies);
+            }
+            return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(tiers)), to_numpy(std::move(slots)),
+                              to_numpy(std::move(numbers)), to_numpy(std::move(residencies)));
+          },
+          nb::arg("lease"),
+          "Return (page ids u32[n], tiers u8[n], slots u32[n], claim numbers u32[n], Residency u8[n]) of a lease's "
+          "pages, each in the tier it is pinned in, as of one moment.")
+      .def(
+          "lease_key",
+          [](const Index& self, uint64_t lease, uint32_t page) { return to_bytes(self.lease_key(lease, page)); },
+          nb::arg("lease"), nb::arg("page"), "Return the key of a page of a lease.")
       // ---- holds
       .def(
           "set_keeping", [](Index& self, int tiers) { self.set_keeping(to_mask(tiers)); }, nb::arg("tiers"), Release())

@@ -84,6 +84,10 @@ class TransferHandle : public OfThisProcess {
   Transfer* operator->() const { return &**this; }
   // What no lock guards can be read anywhere.
   const Transfer& lock_free() const { return *transfer_; }
+  const std::shared_ptr<Transfer>& shared() const {
+    require_unforked("a transfer");
+    return transfer_;
+  }
 
  private:
   std::shared_ptr<Transfer> transfer_;
@@ -124,8 +128,9 @@ Column<uint8_t> page_status(const TransferHandle& self) {
 // A mover, and the Python objects whose memory its transfers use. All but `mover` is guarded by the GIL.
 class MoverHandle {
  public:
-  MoverHandle(Index* index, const PageShape& shape, std::array<Medium*, kTiers> media, MoverOptions options)
-      : index_(index), mover_(std::make_unique<Mover>(options, shape, index, media)) {}
+  MoverHandle(Index* index, const PageShape& shape, std::array<Medium*, kTiers> media, Foreign* foreign,
+              MoverOptions options)
+      : index_(index), mover_(std::make_unique<Mover>(options, shape, index, media, foreign)) {}
   ~MoverHandle() {
     nb::gil_scoped_release release;  // joins workers
     mover_.reset();
@@ -146,7 +151,9 @@ class MoverHandle {
   std::variant<TransferHandle, Status> submit(const Array1<uint32_t>& pages, const Array2<uint8_t>& roles,
                                               const Array2<uint32_t>& slots, const Array2<uint32_t>& numbers,
                                               const PoolHandle* pool, const nb::object& keep_alive,
-                                              const InboxHandle* inbox, TransferSpec spec) {
+                                              const InboxHandle* inbox, const std::vector<ForeignPlace>* places,
+                                              const std::vector<const TransferHandle*>& after,
+                                              const std::optional<Array1<uint8_t>>& awaited, TransferSpec spec) {
     if (is_forked()) return Status::kClosed;  // before any mutex: the parent's workers may have held it
     if (inbox != nullptr && inbox->is_forked()) return Status::kClosed;
     const std::shared_ptr<Inbox> told =
@@ -156,6 +163,9 @@ class MoverHandle {
     require_columns("roles", count, roles.shape(0), roles.shape(1));
     require_columns("slots", count, slots.shape(0), slots.shape(1));
     require_columns("numbers", count, numbers.shape(0), numbers.shape(1));
+    if ((places != nullptr && places->size() != count) || (awaited && awaited->size() != count))
+      throw std::invalid_argument("places or awaited are not as many as the pages");
+    for (const TransferHandle* before : after) spec.after.push_back(before->shared());
     if (pool != nullptr) spec.pool = pool->layout;
     if (!keep_alive.is_none()) {
       spec.keep_alive = ++last_token_;
@@ -178,6 +188,8 @@ class MoverHandle {
           copy.slots[column] = slots.data()[i * kTiers + column];
           copy.numbers[column] = numbers.data()[i * kTiers + column];
         }
+        if (places != nullptr) copy.foreign = (*places)[i];
+        copy.is_awaited = awaited && awaited->data()[i] != 0;
       }
       status = mover_->submit(std::move(spec), told, &transfer);
     } catch (...) {
@@ -393,8 +405,8 @@ void bind_mover_class(nb::module_& module) {
       .def(
           "__init__",
           [](MoverHandle* self, Index& index, const PageShape& shape, Medium* host, Medium* shared, Medium* disk,
-             uint32_t copy_threads, uint32_t io_threads, uint32_t queue_units, uint32_t unit_bytes) {
-            new (self) MoverHandle(&index, shape, {nullptr, host, shared, disk},
+             uint32_t copy_threads, uint32_t io_threads, uint32_t queue_units, uint32_t unit_bytes, Foreign* foreign) {
+            new (self) MoverHandle(&index, shape, {nullptr, host, shared, disk}, foreign,
                                    {.copy_threads = copy_threads,
                                     .io_threads = io_threads,
                                     .queue_units = queue_units,
@@ -403,13 +415,20 @@ void bind_mover_class(nb::module_& module) {
           nb::arg("index"), nb::arg("shape"), nb::kw_only(), nb::arg("host").none() = nb::none(),
           nb::arg("shared").none() = nb::none(), nb::arg("disk").none() = nb::none(), nb::arg("copy_threads") = 1,
           nb::arg("io_threads") = 2, nb::arg("queue_units") = 4096, nb::arg("unit_bytes") = 4 << 20,
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
+          nb::arg("foreign").none() = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 11>())
       .def(
           "submit",
           [](MoverHandle& self, const Array1<uint32_t>& pages, const Array2<uint8_t>& roles,
              const Array2<uint32_t>& slots, const Array2<uint32_t>& numbers, const PoolHandle* pool, bool layer_order,
              bool source_leaving, uint8_t work_class, bool unpin_pages, uint64_t lease, uint64_t tag,
-             const nb::object& keep_alive, const InboxHandle* inbox) {
+             const nb::object& keep_alive, const InboxHandle* inbox, const ForeignRun* run,
+             const std::optional<Array1<uint32_t>>& rows, const std::vector<const TransferHandle*>& after,
+             const std::optional<Array1<uint8_t>>& awaited) {
+            std::vector<ForeignPlace> places;
+            if (run != nullptr && rows) {
+              for (size_t i = 0; i < rows->size(); ++i) places.push_back(run->places.at(rows->data()[i]));
+            }
             TransferSpec spec;
             spec.layer_order = layer_order;
             spec.source_leaving = source_leaving;
@@ -417,16 +436,23 @@ void bind_mover_class(nb::module_& module) {
             spec.unpin_pages = unpin_pages;
             spec.lease = lease;
             spec.tag = tag;
-            return self.submit(pages, roles, slots, numbers, pool, keep_alive, inbox, std::move(spec));
+            return self.submit(pages, roles, slots, numbers, pool, keep_alive, inbox,
+                               run == nullptr ? nullptr : &places, after, awaited, std::move(spec));
           },
           nb::arg("pages"), nb::arg("roles"), nb::arg("slots"), nb::arg("numbers"), nb::kw_only(),
           nb::arg("pool").none() = nb::none(), nb::arg("layer_order") = false, nb::arg("source_leaving") = false,
           nb::arg("work_class") = 0, nb::arg("unpin_pages") = false, nb::arg("lease") = 0, nb::arg("tag") = 0,
           nb::arg("keep_alive").none() = nb::none(), nb::arg("inbox").none() = nb::none(),
+          nb::arg("run").none() = nb::none(), nb::arg("rows").none() = nb::none(),
+          nb::arg("after") = std::vector<const TransferHandle*>(), nb::arg("awaited").none() = nb::none(),
           "Queue a batch of page copies and what follows them.\n\n"
           "pages: uint32[n] ids; roles: uint8[n, 4] of Role, slots and numbers: uint32[n, 4], one column a tier, "
           "column 0 the lent\n"
           "pool. Each page has one source and at least one sink. `keep_alive` is held until the transfer has ended.\n"
+          "With `run`, page i comes from a neighbour, from place rows[i] of it, and has no source. `after`: begins "
+          "once "
+          "these\n"
+          "are done; page i with awaited[i] != 0 is one that they are to bring to host memory under its number there.\n"
           "Returns a Transfer, or the Status that refused it (queue_full, closed, poisoned, invalid): then nothing was "
           "consumed.")
       .def(

@@ -80,7 +80,7 @@ void bind_status(nb::module_& module) {
   nb::enum_<Status> status(module, "Status", nb::is_arithmetic(), "The outcome of one page, call or transfer.");
   for (const Status value : {Status::kOk, Status::kPending, Status::kQueueFull, Status::kFull, Status::kCancelled,
                              Status::kDeadline, Status::kIOError, Status::kChecksum, Status::kStale, Status::kBusFault,
-                             Status::kClosed, Status::kPoisoned, Status::kInvalid, Status::kFailed})
+                             Status::kClosed, Status::kPoisoned, Status::kInvalid, Status::kFailed, Status::kGone})
     status.value(status_name(value), value);
 }
 

@@ -7,5 +7,6 @@ NB_MODULE(_core, module) {
   stepwell::bind::bind_file(module);
   stepwell::bind::bind_index(module);
   stepwell::bind::bind_volume(module);
+  stepwell::bind::bind_neighbours(module);
   stepwell::bind::bind_mover(module);
 }

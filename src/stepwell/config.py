@@ -31,6 +31,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 Size = int | str
 
+_SLOT_ALIGNMENT = 4096  # of host slots
 _MOST_DEVICE_PAGES = (1 << 31) - 2
 """Slots on a device are int32 in block tables and on the device itself; one more is the scratch slot."""
 
@@ -144,6 +145,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     queue.
     low_watermark, high_watermark: a tier with less than `low` of its
     slots free is evicted up to `high`, in the background. close_timeout: seconds that close() gives running transfers.
+    staging: host memory for neighbours' pages in a store that has shared or disk and no host tier (with one, that is
+    it): default a sixteenth of the larger of the two, at most 1 GiB, and a quarter of what the machine has left; taken
+    as it is used, once a neighbour is there. 0: neighbours' pages are not read, with a host tier either.
     pin_fraction: how much of the smallest tier that pins keep pages in (shared, disk; else host) pin() may take,
     once it has grown to its capacity; and never more than three quarters of what there is.
     """
@@ -160,6 +164,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     low_watermark: float = 0.02
     high_watermark: float = 0.05
     close_timeout: float = 10.0
+    staging: Size | None = None
     pin_fraction: float = 0.25
 
     def checked(self) -> StoreConfig:
@@ -219,6 +224,17 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise BudgetError(
                     f"{name}: capacity {capacity} bytes is less than one page of {page} bytes; raise {name}.capacity"
                 )
+        staging = None if self.staging is None else parse_size(self.staging, name="staging")
+        if staging and self.host is not None:
+            raise StepwellUsageError(
+                f"staging: {staging} bytes beside a host tier; neighbours' pages come to that one: leave staging out, "
+                "or give 0 to read none"
+            )
+        if staging and staging < page:
+            raise BudgetError(
+                f"staging: {staging} bytes is less than one page of {page} bytes; raise staging, or give 0 to read no "
+                "neighbour's page"
+            )
         for name, tier in (("shared", self.shared), ("disk", self.disk)):
             if tier is not None:
                 volume_bytes(tier, name=name)
@@ -242,6 +258,24 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not self.close_timeout >= 0:  # nor is NaN
             raise StepwellUsageError(f"close_timeout: {self.close_timeout} s is negative or no number; give 0 or more")
         return self
+
+    def staging_bytes(self) -> int | None:
+        """Return the bytes of private memory for neighbours' pages beside the host tier, None where none are read.
+
+        0: the host tier is what they come to.
+        """
+        if self.staging is not None and parse_size(self.staging, name="staging") == 0:
+            return None
+        tiers = [_capacity(self.shared, "shared"), _capacity(self.disk, "disk")]
+        largest = max((capacity for capacity in tiers if capacity is not None), default=0)
+        if largest == 0:
+            return None
+        if self.host is not None:
+            return 0
+        if self.staging is not None:
+            return parse_size(self.staging, name="staging")
+        slot = -(-self.geometry.page_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        return max(slot, min(GIB, largest // 16))
 
     def host_bytes(self) -> int | None:
         """Return the host capacity in bytes, None without a host tier."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock
-from stepwell.index import ClaimOutcome, Index, Tier
+from stepwell.index import ClaimOutcome, Index, Residency, Tier
 from stepwell.lease import Match
 from stepwell.mover import (
     POOL_COLUMN,
@@ -27,6 +27,7 @@ from stepwell.mover import (
     Transfer,
     WorkClass,
     core_inbox,
+    core_transfer,
 )
 from stepwell.pool import LentPool, PoolSlice, core_pool, pool_owner
 from stepwell.room import Room
@@ -60,6 +61,32 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """Which pages of a plan are still on their way into host memory, bool[n], under which claim numbers there,
+    uint32[n], and the transfers that bring them: the plan begins once these are done.
+    """
+
+    rows: Bools
+    numbers: U32
+    after: list[_core.Transfer]
+
+    def of(self, rows: Bools) -> Awaited | None:
+        """Return what of it concerns some rows of the plan; None: nothing."""
+        if not self.rows[rows].any():
+            return None
+        return Awaited(self.rows[rows], self.numbers[rows], self.after)
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A copy of neighbours' pages into host memory. was_done: at the last account()."""
+
+    pages: U32
+    core: _core.Transfer
+    was_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class _Watched:
     transfer: Transfer
     core: _core.Transfer
@@ -86,6 +113,7 @@ class Copies:
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
         self._left: list[tuple[_core.Transfer, U8]] = []  # given up, not ended; the roles of their pages
+        self._staged: list[_Staged] = []  # GUARDED_BY(_lock); those that may still be waited for
 
     @property
     def mover(self) -> _core.Mover | None:
@@ -159,8 +187,8 @@ class Copies:
         if match.epoch != self.epoch.number:
             self._counters.missed("epoch", match.pages)
             return self.ended(inbox, _core.Status.cancelled, pages=match.pages)
-        ids, tiers, slots = match.locations()
         lease = match.lease_id()
+        ids, tiers, slots, awaited = self.locate(match)
         plan = _plan_from(ids, tiers, slots)
         plan.roles[:, POOL_COLUMN] = SINK
         plan.slots[:, POOL_COLUMN] = into.slots
@@ -176,6 +204,7 @@ class Copies:
             unpin_pages=bool(claimed.size),
             is_load=True,
             inbox=inbox,
+            awaited=awaited,
         )
         if transfer is None:
             self.abort_claims(plan)
@@ -189,12 +218,54 @@ class Copies:
             transfer.cancel()
         return transfer
 
+    # ---- pages of neighbours ----------------------------------------------------------------------------------------
+
+    def stage(self, plan: Plan, run: _core.ForeignRun, rows: U32) -> bool:
+        """Start copying neighbours' pages into host memory: page i from place rows[i] of a run.
+
+        Returns:
+            False: refused (the queue is full, ...); every claim of the plan is returned.
+        """
+        transfer = self.submit(
+            plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, run=run, run_rows=rows
+        )
+        core = None if transfer is None else core_transfer(transfer)
+        if core is None:
+            self.abort_claims(plan)
+            self._index.unpin_pages(plan.pages)
+            return False
+        with self._lock:
+            self._staged.append(_Staged(plan.pages, core))
+        return True
+
+    def are_staged(self, pages: U32) -> Bools:
+        """Say which pages a copy from a neighbour brings, or has just brought."""
+        with self._lock:
+            staged = list(self._staged)
+        found = np.zeros(pages.size, dtype=np.bool_)
+        for each in staged:
+            found |= np.isin(pages, each.pages)
+        return found
+
+    def locate(self, match: Match) -> tuple[U32, U8, U32, Awaited | None]:
+        """Say where a match's pages are: ids, tiers, slots, and which of them are still to come from a neighbour."""
+        if not self._room.has_staging or Tier.HOST not in match.tiers:
+            return *match.locations(), None
+        ids, tiers, slots, numbers, states = self._index.lease_states(match.lease_id())
+        rows = (tiers == Tier.HOST) & (states != Residency.RESIDENT) & (states != Residency.QUARANTINED)
+        if not rows.any():
+            return ids, tiers, slots, None
+        with self._lock:
+            staged = list(self._staged)
+        after = [each.core for each in staged if np.isin(each.pages, ids[rows]).any()]
+        return ids, tiers, slots, Awaited(rows, numbers, after)
+
     def read_ahead(self, match: Match) -> None:
         """Start bringing a match's disk pages into memory, as far as there is room."""
         if Tier.DISK not in match.tiers:
             return
-        ids, tiers, slots = match.locations()
         lease = match.lease_id()
+        ids, tiers, slots = match.locations()
         whole = _plan_from(ids, tiers, slots)
         claimed = self._claim_way_up(whole, lease, tiers)
         rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
@@ -241,6 +312,8 @@ class Copies:
         for target in (Tier.SHARED, Tier.HOST):
             if not self._room.is_writable(target) or not open_rows.any():
                 continue
+            if target is Tier.HOST and self._room.stages_only:
+                continue
             self._room.make(target, int(open_rows.sum()))
             batch = self._index.claim_leased(lease, target, open_rows)
             new = batch.outcomes[:, target] == NEW
@@ -276,7 +349,7 @@ class Copies:
             self._index.unpin_pages(ids[both])  # the host claim's pin holds them
         return plan, barred
 
-    def submit_promotion(self, plan: Plan, lease: int) -> Transfer | None:
+    def submit_promotion(self, plan: Plan, lease: int, awaited: Awaited | None = None) -> Transfer | None:
         """Start a promotion into host memory, or the check of what is there. Host pins, one a claim, stay with the
         caller until the pages are on the device.
 
@@ -284,7 +357,7 @@ class Copies:
             None: no room in the queue; every claim of the plan was returned.
         """
         self._index.retain(lease)
-        transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease)
+        transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease, awaited=awaited)
         if transfer is None:
             self.abort_claims(plan)
             self._index.unpin_pages(plan.pages[plan.roles[:, Tier.HOST] == SINK])
@@ -309,6 +382,9 @@ class Copies:
         unpin_pages: bool = False,
         is_load: bool = False,
         inbox: Inbox | None = None,
+        run: _core.ForeignRun | None = None,
+        run_rows: U32 | None = None,
+        awaited: Awaited | None = None,
     ) -> Transfer | None:
         """Hand a plan to the mover; its claims and, if `lease`, one reference of that are the mover's then.
 
@@ -320,6 +396,8 @@ class Copies:
         if mover is None:
             return None
         tag, epoch = next(self._tags), self.epoch.number
+        if awaited is not None:
+            plan.numbers[awaited.rows, Tier.HOST] = awaited.numbers[awaited.rows]
         core = mover.submit(
             plan.pages,
             plan.roles,
@@ -333,6 +411,10 @@ class Copies:
             tag=tag,
             keep_alive=None if pool is None else pool_owner(pool),
             inbox=core_inbox(inbox),
+            run=run,
+            rows=run_rows,
+            after=[] if awaited is None else awaited.after,
+            awaited=None if awaited is None else awaited.rows.astype(np.uint8),
         )
         if not isinstance(core, _core.Transfer):
             return None
@@ -427,6 +509,10 @@ class Copies:
         with self._lock:
             done = [tag for tag, watched in self._watched.items() if watched.core.done]
             finished = [self._watched.pop(tag) for tag in done]
+            # One that has just ended may still be waited for by who saw it running.
+            self._staged = [each for each in self._staged if not each.was_done]
+            for each in self._staged:
+                each.was_done = each.core.done
         self._count(finished)
 
     def _count(self, finished: Iterable[_Watched]) -> None:

@@ -127,7 +127,7 @@ def tier_capacity(settings: Settings, tier: str, *, alignment: int = _SLOT_ALIGN
 
 
 def _given(name: str, value: Any, origin: str) -> EffectiveValue:
-    if name.endswith((".capacity", "_bytes", ".share")) and value is not None:
+    if name.endswith((".capacity", "_bytes", ".share", "staging")) and value is not None:
         value = parse_size(value, name=name)
         return EffectiveValue(name, value, show_size(value), origin)
     if value is None:
@@ -169,4 +169,8 @@ def _derived(settings: Settings) -> list[EffectiveValue]:
             tokens = capacity.pages * geometry.page_tokens
             add(f"{tier}.pages", capacity.pages, f"{capacity.pages:,}")
             add(f"{tier}.tokens", tokens, f"{tokens:,}")
+    staging = settings.config.staging_bytes()
+    if staging != 0:  # else neighbours' pages come to the host tier
+        text = "none: neighbours' pages are not read" if staging is None else f"at most {show_size(staging)}"
+        add("effective_staging_bytes", staging, text)
     return found

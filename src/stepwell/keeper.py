@@ -1,9 +1,10 @@
 """Run the store's background rounds in threads: `sw-keeper`, and `sw-keeper-<tier>` for each tier that has files.
 
 What a round does is the store's; here is only when: at once when woken, every 80 ms while the store is used (what was
-used when is written then, for who adopts its volumes), and every quarter of a second while it is not, so that probe
-leases end, deadlines hold, and what a neighbour lacks is given back within a second. Tiers have threads of their own
-so that one whose files do not answer keeps nobody else's round from running.
+used when is written then, for who adopts its volumes), every 50 ms while neighbours live (what they publish is found
+within 100 ms), and every quarter of a second otherwise, so that probe leases end, deadlines hold, and what a neighbour
+lacks is given back within a second. Tiers have threads of their own so that one whose files do not answer keeps nobody
+else's round from running.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ BUSY_INTERVAL = 0.08
 """Seconds between two rounds while the store is used: a death loses the order of at most the last 100 ms."""
 _SAY_AGAIN_SECONDS: Final = 60.0
 _MOST_SAID: Final = 256
+LIVELY_INTERVAL = 0.05
 
 
 class Keeper:
@@ -60,6 +62,10 @@ class Keeper:
         """Whether there will be another round."""
         return self._thread.is_alive() and not self._stopping
 
+    def pace(self, interval: float) -> None:
+        """Have rounds at most `interval` seconds apart from now on. Threads: the keeper's."""
+        self._interval = interval
+
     def wake(self) -> None:
         """Ask for a round now. Threads: any."""
         self._is_wanted = True
@@ -93,7 +99,7 @@ class Keeper:
         while not self._stopping:
             self._is_idle = not is_busy  # before the look at _is_used: a use is seen here, or sees that
             is_busy = is_busy or self._is_used
-            self._event.wait(self._busy_interval if is_busy else self._interval)
+            self._event.wait(min(self._busy_interval, self._interval) if is_busy else self._interval)
             self._event.clear()
             if self._is_used and not (is_busy or self._is_wanted or self._stopping):
                 is_busy = True
@@ -150,6 +156,10 @@ class Keepers:
         """Say that the store is used; see Keeper.note_use."""
         if self._used is not None:
             self._used.note_use()
+
+    def pace(self, interval: float) -> None:
+        """Have the store's own rounds at most `interval` seconds apart from now on. Threads: that keeper's."""
+        self._keepers[0].pace(interval)
 
     def stop(self, timeout: float | None = None) -> bool:
         """End the threads after the rounds they are in; wait for all of them, at most `timeout` seconds. Idempotent.

@@ -60,6 +60,7 @@ STATUS_REASON: Final = {
     _core.Status.poisoned.value: "poisoned",
     _core.Status.invalid.value: "corrupt",
     _core.Status.failed.value: "full",
+    _core.Status.gone.value: "foreign-gone",
 }
 
 
@@ -371,6 +372,11 @@ class Transfer:
         if status is _core.Status.poisoned:
             raise PoisonedError(message)
         raise StepwellError(message)
+
+
+def core_transfer(transfer: Transfer) -> _core.Transfer | None:
+    """Return the core's half, None where nothing was to move. For the store."""
+    return transfer._core_transfer
 
 
 class SaveOutcome(IntEnum):

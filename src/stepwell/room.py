@@ -66,6 +66,10 @@ class Room:
         self.health = health if health is not None else Health(self._clock, {})
         self._mending: dict[Tier, _Mending] = {tier: _Mending() for tier in Tier}
         self.has_device = False
+        self.has_staging = False
+        """Whether host memory has slots for neighbours' pages."""
+        self.stages_only = False
+        """Whether host memory is there for neighbours' pages alone: the store was given no host tier."""
         self.seen: Seen | None = None
         """What was saved once, where disk writes are selective; None: every save is written through."""
         self.keeper: Keepers | None = None
@@ -89,7 +93,7 @@ class Room:
     @property
     def readable(self) -> int:
         """The mask of tiers that a load into the caller's memory can read: those in service."""
-        return tier_mask(*(tier for tier in self._tiers if self.health.is_readable(tier)))
+        return tier_mask(*(tier for tier in list(self._tiers) if self.health.is_readable(tier)))
 
     def is_writable(self, tier: Tier) -> bool:
         """Whether pages may be written to a tier: the store has it, and it serves."""

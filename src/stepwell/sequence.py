@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import SystemClock, as_seconds
-from stepwell.copies import Copies
+from stepwell.copies import Awaited, Copies
 from stepwell.errors import DeviceResetError, LeaseClosedError, StepwellUsageError
 from stepwell.hashing import as_tokens, prefix_hashes
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
@@ -41,6 +41,7 @@ from stepwell.lease import Match
 from stepwell.mover import POOL_COLUMN, SINK, SOURCE, Full, Plan, Transfer
 from stepwell.pool import lend_canonical
 from stepwell.room import Room
+from stepwell.staging import Staging
 from stepwell.stats import Counters
 from stepwell.tiers.device import Arrays, DevicePool, StepHandle
 from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
@@ -391,12 +392,14 @@ class Sequences:
         pool: DevicePool,
         slab: _core.Slab,
         shape: _core.PageShape,
+        staging: Staging | None = None,
     ) -> None:
         self.page_tokens = index.page_tokens
         self.lock = threading.RLock()
         self._index = index
         self._room = room
         self.copies = copies
+        self._staging = staging
         self._counters = counters
         self._pool = pool
         self._generation = pool.generation  # of the pool whose pages are in the books
@@ -487,12 +490,12 @@ class Sequences:
             sequence._stop_waiting()
             return
         usable = sequence.tokens[: sequence._length - 1]
-        match = Match(
-            self._index,
-            self._index.match_and_pin(sequence._name_space, usable, tier_mask(Tier.DEVICE) | self._room.readable),
-            self.page_tokens,
-        )
-        ids, tiers, slots = match.locations()
+        everywhere = tier_mask(Tier.DEVICE) | self._room.readable
+        found = self._index.match_and_pin(sequence._name_space, usable, everywhere)
+        if self._staging is not None and sequence._waits:
+            found = self._staging.extend(found, sequence._name_space, sequence._seed, usable, everywhere)
+        match = Match(self._index, found, self.page_tokens)
+        ids, tiers, slots, awaited = self.copies.locate(match)
         on_device = tiers == Tier.DEVICE
         ready = int(ids.size if on_device.all() else on_device.argmin())
         old, sequence._lease = sequence._lease, match
@@ -515,9 +518,11 @@ class Sequences:
         if not sequence._waits:
             sequence._stop_waiting()
         elif ready < ids.size:
-            sequence._stalled = not self._load(sequence, ids, tiers, slots)
+            sequence._stalled = not self._load(sequence, ids, tiers, slots, awaited)
 
-    def _load(self, sequence: Sequence, ids: U32, tiers: npt.NDArray[np.uint8], slots: U32) -> bool:
+    def _load(
+        self, sequence: Sequence, ids: U32, tiers: npt.NDArray[np.uint8], slots: U32, awaited: Awaited | None
+    ) -> bool:
         """Start promoting the pages that are not on the device. False: nothing moves, and there is no slot to start
         with."""
         assert sequence._lease is not None
@@ -543,7 +548,9 @@ class Sequences:
             self._shorten(sequence, int(barred.argmax()))
             if not wanted.any():
                 return True
-        started = [self._start(sequence, lease, plan, rows, batch) for rows in (staged, copied) if rows.any()]
+        started = [
+            self._start(sequence, lease, plan, rows, batch, awaited) for rows in (staged, copied) if rows.any()
+        ]
         if not all(started):  # the mover's queue is full: the next look tries again
             return True
         return bool(sequence._promotions) or bool((outcome == _PENDING).any()) or was_moving or self._is_moving()
@@ -571,11 +578,12 @@ class Sequences:
         plan: Plan,
         rows: Bools,
         batch: _core.ClaimBatch,
+        awaited: Awaited | None,
     ) -> bool:
         """Start copying some rows of a plan, or checking them. False: no room for it, their claims are returned."""
         ids, numbers = np.ascontiguousarray(plan.pages[rows]), batch.numbers[rows, Tier.DEVICE]
         part = Plan(ids, plan.roles[rows], plan.slots[rows], plan.numbers[rows])
-        transfer = self.copies.submit_promotion(part, lease)
+        transfer = self.copies.submit_promotion(part, lease, None if awaited is None else awaited.of(rows))
         if transfer is None:
             self._abort_claimed(ids, numbers)
             return False

@@ -56,6 +56,23 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class NeighbourStats:
+    """Pages of other processes' volumes, and of those that nobody has adopted.
+
+    volumes, pages: known now. delivered: pages that were copied from them since open. stale: that had been freed or
+    rewritten when they were to be read. refused: that were damaged or unreadable, and are not asked for again.
+    left_out: known and forgotten, for there were too many.
+    """
+
+    volumes: int = 0
+    pages: int = 0
+    delivered: int = 0
+    stale: int = 0
+    refused: int = 0
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """What a store holds and has done since it opened.
 
@@ -68,6 +85,7 @@ class Stats:
     pins, pinned_pages: pins by time that live, and pages that they cover.
     held_back_pages, second_use_pages: with selective disk writes, pages saved to shared memory only, and pages written
     to disk because they were used a second time.
+    neighbours: what is known and had of other processes' pages; those that are had are hits in the host tier.
     """
 
     tiers: dict[str, TierStats]
@@ -93,6 +111,7 @@ class Stats:
     pinned_pages: int
     held_back_pages: int
     second_use_pages: int
+    neighbours: NeighbourStats
     poisoned: bool
 
 

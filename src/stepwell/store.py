@@ -40,7 +40,7 @@ from stepwell.errors import (
 from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
 from stepwell.health import LOG_SECONDS, Calls, Health
 from stepwell.index import Index, Residency, Tier, tier_mask
-from stepwell.keeper import Keepers
+from stepwell.keeper import INTERVAL, LIVELY_INTERVAL, Keepers
 from stepwell.lease import Match
 from stepwell.mover import (
     POOL_COLUMN,
@@ -58,10 +58,13 @@ from stepwell.pins import Pinned, Pins
 from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend, lend_canonical
 from stepwell.room import Room
 from stepwell.seen import Seen
-from stepwell.stats import Counters, Stats, TierStats, Tree
+from stepwell.staging import Staging
+from stepwell.stats import Counters, NeighbourStats, Stats, TierStats, Tree
 from stepwell.tiers.base import PageTier
 from stepwell.tiers.disk import DiskVolumes
 from stepwell.tiers.host import HostSlab
+from stepwell.tiers.limits import MemoryLimits
+from stepwell.tiers.neighbours import Neighbours
 from stepwell.tiers.shared import SharedVolumes
 from stepwell.tiers.volume_tier import VolumeTier
 
@@ -87,6 +90,8 @@ _ROUND_SECONDS: Final = 10.0
 _LET_GO_SECONDS: Final = 2.0
 """What it waits for the other tiers where one's background round has not returned."""
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
+_MOST_FOREIGN: Final = 1 << 18
+"""Neighbours' pages that are kept in mind, at about 100 bytes each where there are so many."""
 _RECORDS_AHEAD: Final = 8192
 """Page records that the keeper keeps ready: a long new prompt should not pay for the first touch of their memory."""
 
@@ -171,19 +176,25 @@ class PageStore:
         self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
         self._sequences: Sequences | None = None
         self._device: ManagedDevice | None = None
+        self._slab: HostSlab | None = None  # the host tier, or what is to be one once a neighbour is there
+        self._foreign: _core.Foreign | None = None
+        self._neighbours: Neighbours | None = None
+        self._staging: Staging | None = None
         try:
             self._open_tiers()
             self._index.set_keeping(tier_mask(*self._room.keeping))
+            foreign = self._open_neighbours()
             self._copies.attach(
                 _core.Mover(
                     self._index,
                     self._shape,
-                    host=self._room.medium(Tier.HOST),
+                    host=None if self._slab is None else self._slab.medium,
                     shared=self._room.medium(Tier.SHARED),
                     disk=self._room.medium(Tier.DISK),
                     copy_threads=config.copy_threads,
                     io_threads=config.io_threads,
                     queue_units=config.queue_units,
+                    foreign=foreign,
                 )
             )
             self._open_device()
@@ -333,8 +344,11 @@ class PageStore:
         """
         self._use()
         checked = as_tokens(tokens)
-        name_space, _ = self._namespace(namespace)
-        result = self._index.match_and_pin(name_space, checked, self._room.readable)
+        name_space, seed = self._namespace(namespace)
+        usable = self._room.readable
+        result = self._index.match_and_pin(name_space, checked, usable)
+        if self._staging is not None:
+            result = self._staging.extend(result, name_space, seed, checked, usable)
         match = Match(self._index, result, self._page_tokens)
         asked = checked.size // self._page_tokens
         self._counters.looked_up(asked, match.tiers, match.miss, result.pending)
@@ -426,7 +440,10 @@ class PageStore:
         checked = as_keys(keys)
         _check_kind(kind)
         lease = as_seconds("lease", lease)
-        result = self._index.match_keys_and_pin(checked, kind, self._room.readable)
+        usable = self._room.readable
+        result = self._index.match_keys_and_pin(checked, kind, usable)
+        if self._staging is not None and readahead:
+            result = self._staging.extend_keys(result, checked, kind, usable)
         match = Match(self._index, result, self._page_tokens)
         _, tiers, _ = match.locations()
         self._counters.looked_up(len(checked), match.tiers, match.miss, result.pending)
@@ -471,14 +488,23 @@ class PageStore:
         at = 0
         try:
             while at < len(checked):
-                result = self._index.match_keys_and_pin(checked[at:], kind, self._room.readable)
+                usable = self._room.readable
+                result = self._index.match_keys_and_pin(checked[at:], kind, usable)
+                if self._staging is not None:
+                    result = self._staging.extend_keys(result, checked[at:], kind, usable)
                 with Match(self._index, result, self._page_tokens) as match:
                     self._copies.write_used(match)
                     if result.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())
                         target = into[at : at + result.pages]
                         running.append((at, self._copies.load(match, target, deadline=left)))
-                at += result.pages + 1
+                at += result.pages
+                # More than staging holds: what is in it has to land first.
+                if result.pages and self._staging is not None and self._staging.offers(checked[at : at + 1], kind):
+                    for _, transfer in running:
+                        transfer.wait()
+                    continue
+                at += 1
             for first, transfer in running:
                 transfer.wait()
                 ok[first : first + transfer.pages] = transfer.ok
@@ -678,7 +704,7 @@ class PageStore:
             self._epoch.number = number
         if has_changed:
             self._pins.end_all()
-        for tier in self._tiers.values():
+        for tier in list(self._tiers.values()):
             tier.set_epoch(number)
         self._copies.cancel_all()
 
@@ -800,7 +826,7 @@ class PageStore:
         buffer = np.empty((_VERIFY_PAGES, self._config.geometry.page_bytes), dtype=np.uint8)
         pool = lend_canonical(self._shape, buffer)
         total = damaged = 0
-        for tier in self._tiers:
+        for tier in list(self._tiers):
             if not self._health.is_readable(tier):
                 continue
             after: int | None = None
@@ -892,6 +918,7 @@ class PageStore:
                 second_use_pages=counters.second_use_pages,
                 pins=self._pins.count(),
                 pinned_pages=self._index.held_pages(),
+                neighbours=NeighbourStats(**self._foreign.counts()) if self._foreign is not None else NeighbourStats(),
                 poisoned=False,
             )
 
@@ -965,7 +992,8 @@ class PageStore:
         config = self._config
         host = config.host_bytes()
         if host is not None:
-            self._tiers[Tier.HOST] = HostSlab(self._shape, capacity_bytes=host, page_bytes=config.geometry.page_bytes)
+            self._slab = HostSlab(self._shape, capacity_bytes=host, page_bytes=config.geometry.page_bytes)
+            self._tiers[Tier.HOST] = self._slab
         if config.shared is not None:
             self._tiers[Tier.SHARED] = SharedVolumes(
                 config.shared,
@@ -990,6 +1018,51 @@ class PageStore:
             capacity = sum(parse_size(tier.capacity) for tier in (config.shared, config.disk))
             self._room.seen = Seen(capacity // config.geometry.page_bytes)
 
+    def _open_neighbours(self) -> _core.Foreign | None:
+        """Have what is needed to read neighbours' pages; their volumes are looked for by the keeper."""
+        config = self._config
+        staging = config.staging_bytes()
+        if staging is None:
+            return None
+        if self._slab is None:
+            if config.staging is None:
+                staging = min(staging, MemoryLimits().memory().nbytes // 4)
+            if staging < config.geometry.page_bytes:
+                _LOG.warning("the machine has no memory left to stage neighbours' pages in: they are misses here")
+                return None
+            self._slab = HostSlab(
+                self._shape, capacity_bytes=staging, page_bytes=config.geometry.page_bytes, name="staging"
+            )
+            self._room.stages_only = True
+        else:
+            self._room.has_staging = True
+        self._foreign = _core.Foreign(self._shape, _MOST_FOREIGN)
+        directories = [
+            (tier.directory, 1 if tier.tier is Tier.SHARED else 2)
+            for tier in self._tiers.values()
+            if isinstance(tier, VolumeTier)
+        ]
+        self._neighbours = Neighbours(
+            self._foreign, directories, fingerprint=self._fingerprint, clock=self._clock
+        )
+        self._staging = Staging(self._index, self._room, self._copies, self._foreign)
+        return self._foreign
+
+    def _look_at_neighbours(self) -> None:
+        """Learn what neighbours have; with the first of them, the staging becomes a tier."""
+        if self._neighbours is None:
+            return
+        self._neighbours.round()
+        if self._keeper is not None:
+            self._keeper.pace(LIVELY_INTERVAL if self._neighbours.are_alive else INTERVAL)
+        if self._neighbours.volumes and not self._room.has_staging:
+            assert self._slab is not None, "neighbours are followed where their pages can be staged"
+            self._slab.open(self._index)
+            self._tiers[Tier.HOST] = self._slab
+            marks = (self._config.low_watermark, self._config.high_watermark)
+            self._rounds[Tier.HOST] = _Round(Tier.HOST, self._room, self._clock, marks)
+            self._room.has_staging = True
+
     def _open_device(self) -> None:
         device = self._config.device
         if device is None:
@@ -1008,7 +1081,9 @@ class PageStore:
         )
         self._index.add_slots(Tier.DEVICE, 0, device.pages)
         self._room.has_device = True
-        self._sequences = Sequences(self._index, self._room, self._copies, self._counters, pool, slab, self._shape)
+        self._sequences = Sequences(
+            self._index, self._room, self._copies, self._counters, pool, slab, self._shape, self._staging
+        )
         self._device = ManagedDevice(self._sequences, pool)
 
     def _running(self) -> Sequences:
@@ -1035,6 +1110,10 @@ class PageStore:
         for _, match in held:
             match.close()
         self._pins.end_all()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if mover is not None and mover.stuck:  # a worker may be in them for ever
+            _LEFT_BEHIND.append((self._foreign, self._slab))
         self._let_go(mover, patience=_ROUND_SECONDS if has_stopped else _LET_GO_SECONDS)
 
     def _let_go(self, mover: _core.Mover | None, *, patience: float) -> None:
@@ -1168,6 +1247,7 @@ class PageStore:
         for match in due:
             match.close()
         self._pins.end_due()
+        self._look_at_neighbours()
         self._copies.enforce_deadlines()
         mover = self._copies.mover
         if mover is not None:
@@ -1350,6 +1430,8 @@ class _Round:
 
 
 _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
+_LEFT_BEHIND: list[tuple[_core.Foreign | None, HostSlab | None]] = []
+"""What a worker whose call never returned may still touch."""
 
 
 @atexit.register

@@ -1536,4 +1536,158 @@ TEST_CASE("eight threads of small transfers: every claim is decided once, every 
   world.check_settled();
 }
 
+// ---- one after another -----------------------------------------------------------------------------------------
+
+namespace {
+
+// A load of pages that `bringer` (a save into host memory, submitted or to be) is still to bring there.
+TransferSpec follower_spec(World& world, const std::vector<Saved>& pages, std::shared_ptr<Transfer> bringer) {
+  std::vector<Key> keys;
+  for (const Saved& page : pages) keys.push_back(key_of(page.id));
+  const auto count = static_cast<uint32_t>(keys.size());
+  const std::vector<uint8_t> offered(count, 0);
+  ClaimBatch joined;
+  const MatchResult none = world.index.match_keys_and_pin(keys.data(), count, 1, tiers({kHost}));
+  REQUIRE(none.pages == 0);
+  const MatchResult match =
+      world.index.extend_match_keys(none, keys.data(), count, 1, offered.data(), tiers({kHost}), Tier::kHost, &joined);
+  REQUIRE(match.pages == count);
+  TransferSpec spec;
+  spec.pool = world.layout();
+  spec.lease = match.lease;
+  for (uint32_t i = 0; i < count; ++i) {
+    PageCopy copy;
+    copy.page = joined.pages[i];
+    world.index.labels(&copy.page, 1, &copy.label);
+    copy.roles[kPool] = Role::kSink;
+    copy.slots[kPool] = 32 + i;
+    copy.roles[kHost] = Role::kSource;
+    copy.slots[kHost] = joined.slots[i * kTiers + kHost];
+    copy.numbers[kHost] = joined.numbers[i * kTiers + kHost];
+    copy.is_awaited = true;
+    spec.pages.push_back(copy);
+  }
+  if (bringer != nullptr) spec.after.push_back(std::move(bringer));
+  return spec;
+}
+
+}  // namespace
+
+TEST_CASE("a transfer begins once those are done that it waits for") {
+  for (const bool layer_order : {false, true}) {
+    for (const MoverOptions& options : {World::stepped(), World::threaded()}) {
+      World world(options);
+      std::vector<Saved> saved;
+      TransferSpec save = world.save_spec(1, 6, tiers({kHost}), &saved);
+      world.host.before_finish.hold();
+      if (options.copy_threads == 0) world.host.before_finish.release();
+      const auto bringer = world.submit(std::move(save));
+      TransferSpec load = follower_spec(world, saved, bringer);
+      load.layer_order = layer_order;
+      const auto follower = world.submit(std::move(load));
+      CHECK(!follower->done());
+      world.host.before_finish.release();
+      world.finish(bringer);
+      world.finish(follower);
+      CHECK(World::all(follower, Status::kOk));
+      for (uint32_t i = 0; i < 6; ++i) CHECK(world.holds(32 + i, 1 + i));
+      world.check_settled();
+    }
+  }
+}
+
+TEST_CASE("what did not come fails with its reason, and nothing is quarantined for it") {
+  for (const bool layer_order : {false, true}) {
+    World world;
+    std::vector<Saved> saved;
+    TransferSpec save = world.save_spec(1, 5, tiers({kHost}), &saved);
+    world.host.finish_fails.arm(3, Status::kIOError);
+    const auto bringer = world.submit(std::move(save));
+    TransferSpec load = follower_spec(world, saved, bringer);
+    load.layer_order = layer_order;
+    const auto follower = world.finish(world.submit(std::move(load)));
+    CHECK(follower->page_status() ==
+          std::vector<Status>{Status::kOk, Status::kOk, Status::kIOError, Status::kOk, Status::kOk});
+    CHECK(world.index.counts(Tier::kHost).quarantined == 0);
+    CHECK(world.mover->stats().checksum_failures == 0);
+    world.check_settled();
+  }
+}
+
+TEST_CASE("a page that none of them brings under its number has gone") {
+  World world;
+  std::vector<Saved> saved;
+  const auto bringer = world.submit(world.save_spec(1, 3, tiers({kHost}), &saved));
+  TransferSpec load = follower_spec(world, saved, bringer);
+  ++load.pages[1].numbers[kHost];
+  const auto follower = world.finish(world.submit(std::move(load)));
+  CHECK(follower->page_status() == std::vector<Status>{Status::kOk, Status::kGone, Status::kOk});
+  world.check_settled();
+}
+
+TEST_CASE("those that are done when it is submitted count as well, and none at all is every page gone") {
+  for (const bool has_bringer : {true, false}) {
+    World world;
+    std::vector<Saved> saved;
+    const auto bringer = world.submit(world.save_spec(1, 3, tiers({kHost}), &saved));
+    TransferSpec load = follower_spec(world, saved, bringer);
+    world.finish(bringer);
+    if (!has_bringer) load.after.clear();
+    const auto follower = world.submit(std::move(load));
+    world.finish(follower);
+    CHECK(World::all(follower, has_bringer ? Status::kOk : Status::kGone));
+    world.check_settled();
+  }
+}
+
+TEST_CASE("cancelled, gated or drained while it waits, a transfer returns everything") {
+  for (const int how : {0, 1, 2, 3}) {
+    World world;
+    std::vector<Saved> saved;
+    const auto bringer = world.submit(world.save_spec(1, 4, tiers({kHost}), &saved));
+    const auto follower = world.submit(follower_spec(world, saved, bringer));
+    world.paint(std::byte{0xee});
+    if (how == 0) follower->cancel();
+    if (how == 1) {
+      follower->close_gate();
+      CHECK(follower->decided());
+      CHECK(World::all(follower, Status::kDeadline));
+    }
+    if (how == 2) bringer->cancel();
+    if (how == 3) {
+      CHECK(!world.mover->drain(0, false));
+    } else {
+      world.run();
+    }
+    CHECK(bringer->done());
+    CHECK(follower->done());
+    CHECK(World::all(follower, how == 1 ? Status::kDeadline : Status::kCancelled));
+    CHECK(world.is_painted(std::byte{0xee}));
+    world.check_settled();
+  }
+}
+
+TEST_CASE("a poisoned mover ends what waits") {
+  World world;
+  std::vector<Saved> saved;
+  const auto bringer = world.submit(world.save_spec(1, 4, tiers({kHost}), &saved));
+  const auto follower = world.submit(follower_spec(world, saved, bringer));
+  fault::arm("mover.begin_after", fault::Action::kErrno, 1, EIO);
+  world.run();
+  CHECK(follower->done());
+  CHECK(World::all(follower, Status::kPoisoned));
+  CHECK(world.mover->poisoned());
+}
+
+TEST_CASE("what is awaited must be a source in host memory") {
+  World world;
+  auto saved = world.save(1, 1, tiers({kShared}));
+  TransferSpec spec = world.load_spec(saved, kShared);
+  spec.pages[0].is_awaited = true;
+  const uint64_t lease = spec.lease;
+  std::shared_ptr<Transfer> transfer;
+  CHECK(world.mover->submit(std::move(spec), nullptr, &transfer) == Status::kInvalid);
+  world.index.release(lease);
+}
+
 }  // namespace stepwell

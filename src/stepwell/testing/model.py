@@ -111,10 +111,10 @@ class TierSlots:
 
 @dataclass(slots=True)
 class Lease:
-    """Pins that end together: (page, tier) in order; `whole_page` pins hold in all tiers."""
+    """Pins that end together: (page, tier) in order; from `whole_from` on each holds its page in all tiers."""
 
     pins: list[tuple[PageName, int]]
-    whole_page: bool
+    whole_from: int
     owners: int = 1
 
 
@@ -391,7 +391,7 @@ class IndexModel:
         self._keep_leaving(found.pins)
         for name, tier in found.pins:
             self.pages[name].tier_pins[tier] += 1
-        self.leases[lease] = Lease(found.pins[:], whole_page=False)
+        self.leases[lease] = Lease(found.pins[:], whole_from=found.pages)
         self.touch(self.pages[found.pins[-1][0]])
         return found
 
@@ -407,12 +407,93 @@ class IndexModel:
             if place + 1 == len(names) or self.pages[names[place + 1]].parent != name:
                 self.touch(self.pages[name])
         if found.pages:
-            self.leases[lease] = Lease(found.pins[:], whole_page=True)
+            self.leases[lease] = Lease(found.pins[:], whole_from=0)
         return found
 
-    def _unpin(self, lease: Lease, pins: Sequence[tuple[PageName, int]]) -> None:
-        for name, tier in pins:
-            if lease.whole_page:
+    def extend(
+        self,
+        found: Matched,
+        lease: int,
+        chain: Sequence[bytes],
+        kind: int,
+        offered: Sequence[int],
+        usable: int,
+        staging: int,
+        grant: GrantOf,
+        *,
+        by_tokens: bool,
+    ) -> tuple[Matched, list[int]]:
+        """Take a match further along the rest of its chain: what is usable, arriving in `staging`, or offered and then
+        claimed there.
+
+        Args:
+            lease: the match's, or the number of the one that is made.
+
+        Returns:
+            What the match says now, and a row's outcome each.
+        """
+        outcomes = [NONE] * len(offered)
+        if self.is_poisoned or not offered:
+            return found, outcomes
+        longer = Matched(found.pages, 0, MISS_ABSENT, found.spans[:], found.pins[:])
+        last: Page | None = None
+        for row, key in enumerate(chain[found.pages :]):
+            page = self._find(key, kind)
+            if page is None and not (offered[row] and self.tiers[staging].claimable()):
+                break
+            if by_tokens:
+                page = last = self._put_on_path(chain, found.pages + row)
+            else:
+                page = page or self._find_or_create(PageName(key, kind, self.epoch))
+            outcomes[row], tier = self._extend_row(page, longer, row, offered[row], usable, staging, grant)
+            if outcomes[row] == NONE:
+                if not by_tokens:
+                    self._drop_if_dead(page)
+                break
+            page.lease_pins += 1
+            longer.pins.append((page.name, tier))
+            if longer.spans and longer.spans[-1][2] == tier:
+                first, pages, _ = longer.spans[-1]
+                longer.spans[-1] = (first, pages + 1, tier)
+            else:
+                longer.spans.append((longer.pages, 1, tier))
+            longer.pages += 1
+            if not by_tokens:
+                self.touch(page)
+        if longer.pages > found.pages:
+            known = self.leases.setdefault(lease, Lease([], whole_from=0))
+            known.pins = longer.pins[:]
+        if last is not None:
+            self.touch(last)
+            self._drop_if_dead(last)
+        if longer.pages == found.pages:
+            return found, outcomes
+        if longer.pages == len(chain):
+            longer.miss = MISS_NONE
+        return longer, outcomes
+
+    def _extend_row(
+        self, page: Page, found: Matched, row: int, is_offered: int, usable: int, staging: int, grant: GrantOf
+    ) -> tuple[int, int]:
+        """Return (outcome, tier) of one row; NONE: the match ends before it."""
+        tier, miss = self._standing(page, usable)
+        if tier is not None:
+            if page.residency[tier] == LEAVING:
+                self._move(page, tier, "keep")
+            return PRESENT, tier
+        if page.residency[staging] == ARRIVING:
+            return PENDING, staging
+        if miss != MISS_ABSENT or not is_offered:
+            found.miss, found.pending = miss, int(miss == MISS_PENDING)
+            return NONE, staging
+        if self._claim(page, staging, lambda: grant(row, staging)) != NEW:
+            return NONE, staging
+        page.claim_pins += 1
+        return NEW, staging
+
+    def _unpin(self, lease: Lease, pins: Sequence[tuple[PageName, int]], first: int) -> None:
+        for place, (name, tier) in enumerate(pins, first):
+            if place >= lease.whole_from:
                 self.pages[name].lease_pins -= 1
             else:
                 self.pages[name].tier_pins[tier] -= 1
@@ -431,14 +512,14 @@ class IndexModel:
         held.owners -= 1
         if held.owners == 0:
             del self.leases[lease]
-            self._unpin(held, held.pins)
+            self._unpin(held, held.pins, 0)
         return True
 
     def shorten(self, lease: int, pages: int) -> None:
         """Give up the pins past `pages`."""
         held = self.leases[lease]
         dropped, held.pins = held.pins[pages:], held.pins[:pages]
-        self._unpin(held, dropped)
+        self._unpin(held, dropped, len(held.pins))
 
     # ---- holds ---------------------------------------------------------------------------------
 

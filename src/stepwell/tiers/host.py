@@ -23,23 +23,26 @@ class HostSlab:
         capacity_bytes: int,
         page_bytes: int,
         limits: MemoryLimits | None = None,
+        name: str = "host",
     ) -> None:
+        """Args: name: what messages call it, after the setting that gave its capacity."""
+        setting = "host.capacity" if name == "host" else name
         slots = capacity_bytes // (-(-page_bytes // 4096) * 4096)
         if slots < 1:
             raise BudgetError(
-                f"host: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)"
+                f"{name}: capacity {capacity_bytes} bytes holds no page of {page_bytes} bytes (4 KiB aligned)"
             )
         # Looked at here, because the mapping would not say: its memory is taken page by page, as it is touched.
         most = (limits or MemoryLimits()).memory()
         if capacity_bytes > most.nbytes:
             raise BudgetError(
-                f"host: capacity {show_bytes(capacity_bytes)} is more than {show_bytes(most.nbytes)} ({most.source}); "
-                "lower host.capacity"
+                f"{name}: capacity {show_bytes(capacity_bytes)} is more than {show_bytes(most.nbytes)} "
+                f"({most.source}); lower {setting}"
             )
         try:
             self._slab = _core.Slab(shape, slots)
         except MemoryError as error:
-            raise BudgetError(f"host: {show_bytes(capacity_bytes)} cannot be mapped; lower host.capacity") from error
+            raise BudgetError(f"{name}: {show_bytes(capacity_bytes)} cannot be mapped; lower {setting}") from error
 
     @property
     def tier(self) -> Tier:
