@@ -1,4 +1,5 @@
-"""Run the store's background rounds in threads: `sw-keeper`, and `sw-keeper-<tier>` for each tier that has files.
+"""Run the store's background rounds in threads: `sw-keeper`, `sw-keeper-<tier>` for each tier that has files, and
+`sw-keeper-neighbours` where neighbours' pages are read.
 
 What a round does is the store's; here is only when: at once when woken, every 80 ms while the store is used (what was
 used when is written then, for who adopts its volumes), every 50 ms while neighbours live (what they publish is found
@@ -128,12 +129,13 @@ class Keeper:
 
 
 class Keepers:
-    """The keeper threads of one store: its own, and one for each tier that has files."""
+    """The keeper threads of one store: its own, one for each tier that has files, and one that looks at neighbours."""
 
     def __init__(self, tick: Callable[[], bool], rounds: Mapping[str, Callable[[], bool]], *, used: str) -> None:
         """Args: tick: the store's own. rounds: the tiers', by name. All bound methods; the owners outlive the threads
         or end them. used: the tier, if it is one of them, whose rounds come faster while the store is used."""
         by_name = {name: Keeper(each, name=f"sw-keeper-{name}") for name, each in rounds.items()}
+        self._by_name = by_name
         self._keepers = [Keeper(tick), *by_name.values()]
         self._used = by_name.get(used)
 
@@ -157,9 +159,9 @@ class Keepers:
         if self._used is not None:
             self._used.note_use()
 
-    def pace(self, interval: float) -> None:
-        """Have the store's own rounds at most `interval` seconds apart from now on. Threads: that keeper's."""
-        self._keepers[0].pace(interval)
+    def pace(self, name: str, interval: float) -> None:
+        """Have the rounds of one name at most `interval` seconds apart from now on. Threads: that keeper's."""
+        self._by_name[name].pace(interval)
 
     def stop(self, timeout: float | None = None) -> bool:
         """End the threads after the rounds they are in; wait for all of them, at most `timeout` seconds. Idempotent.

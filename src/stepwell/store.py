@@ -90,6 +90,7 @@ _ROUND_SECONDS: Final = 10.0
 _LET_GO_SECONDS: Final = 2.0
 """What it waits for the other tiers where one's background round has not returned."""
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
+_NEIGHBOURS: Final = "neighbours"
 _MOST_FOREIGN: Final = 1 << 18
 """Neighbours' pages that are kept in mind, at about 100 bytes each where there are so many."""
 _RECORDS_AHEAD: Final = 8192
@@ -200,11 +201,10 @@ class PageStore:
             self._open_device()
             marks = (config.low_watermark, config.high_watermark)
             self._rounds = {tier: _Round(tier, self._room, self._clock, marks) for tier in self._tiers}
-            self._keeper = Keepers(
-                self._tick_store,
-                {tier.name.lower(): self._rounds[tier].run for tier in _directories(config)},
-                used=Tier.SHARED.name.lower(),
-            )
+            rounds = {tier.name.lower(): self._rounds[tier].run for tier in _directories(config)}
+            if self._neighbours is not None:
+                rounds[_NEIGHBOURS] = self._look_at_neighbours
+            self._keeper = Keepers(self._tick_store, rounds, used=Tier.SHARED.name.lower())
             self._room.keeper = self._keeper
             self._keeper.start()
         except BaseException:
@@ -1048,13 +1048,16 @@ class PageStore:
         self._staging = Staging(self._index, self._room, self._copies, self._foreign)
         return self._foreign
 
-    def _look_at_neighbours(self) -> None:
-        """Learn what neighbours have; with the first of them, the staging becomes a tier."""
+    def _look_at_neighbours(self) -> bool:
+        """Learn what neighbours have; with the first of them, the staging becomes a tier.
+
+        Returns: False: nothing is to be done before it is due.
+        """
         if self._neighbours is None:
-            return
+            return False
         self._neighbours.round()
         if self._keeper is not None:
-            self._keeper.pace(LIVELY_INTERVAL if self._neighbours.are_alive else INTERVAL)
+            self._keeper.pace(_NEIGHBOURS, LIVELY_INTERVAL if self._neighbours.are_alive else INTERVAL)
         if self._neighbours.volumes and not self._room.has_staging:
             assert self._slab is not None, "neighbours are followed where their pages can be staged"
             self._slab.open(self._index)
@@ -1062,6 +1065,7 @@ class PageStore:
             marks = (self._config.low_watermark, self._config.high_watermark)
             self._rounds[Tier.HOST] = _Round(Tier.HOST, self._room, self._clock, marks)
             self._room.has_staging = True
+        return False
 
     def _open_device(self) -> None:
         device = self._config.device
@@ -1223,7 +1227,8 @@ class PageStore:
     def _tick(self) -> None:
         """Do every background round here and now; the first that raises raises when all have run."""
         failures: list[StepwellError | OSError] = []
-        for run in (self._tick_store, *(self._rounds[tier].run for tier in _directories(self._config))):
+        rounds = (self._rounds[tier].run for tier in _directories(self._config))
+        for run in (self._tick_store, self._look_at_neighbours, *rounds):
             try:
                 run()
             except (StepwellError, OSError) as error:
@@ -1247,7 +1252,6 @@ class PageStore:
         for match in due:
             match.close()
         self._pins.end_due()
-        self._look_at_neighbours()
         self._copies.enforce_deadlines()
         mover = self._copies.mover
         if mover is not None:
@@ -1263,7 +1267,7 @@ class PageStore:
         """Take tiers that fail out of service, and say what else went wrong."""
         moved, now = mover.stats(), self._clock.monotonic()
         page_bytes = self._config.geometry.page_bytes
-        for tier, each in self._rounds.items():
+        for tier, each in list(self._rounds.items()):
             reads, writes = moved["read_errors"][tier], moved["write_errors"][tier]
             done = (moved["bytes_read"][tier] + moved["bytes_written"][tier]) // page_bytes
             calls = Calls(done + reads + writes, reads, writes, moved["read_errno"][tier], moved["write_errno"][tier])

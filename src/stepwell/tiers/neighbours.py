@@ -44,6 +44,7 @@ class _Followed:
         self._own: frozenset[str] = frozenset()
         self._changed_ns = -1
         self._unsettled_until = float("-inf")
+        self._is_closed = False
         self.others = 0
         """Process files beside ours."""
 
@@ -64,6 +65,8 @@ class _Followed:
             self.detach_all()
             return
         except OSError:  # what is attached stays; the next look tries again
+            return
+        if self._is_closed:  # while we were in a call that did not answer
             return
         self._changed_ns, self._own = changed_ns, own
         self.others = max(0, len(listing.processes) - 1)
@@ -130,9 +133,14 @@ class _Followed:
             self._foreign.detach(self.attached.pop(volume_id))
             self._passed.add(volume_id)
 
+    def close(self) -> None:
+        """Let every volume go, and take no other."""
+        self._is_closed = True
+        self.detach_all()
+
     def detach_all(self) -> None:
         """Let every volume go."""
-        for number in self.attached.values():
+        for number in list(self.attached.values()):
             self._foreign.detach(number)
         self.attached.clear()
         self._changed_ns = -1
@@ -195,6 +203,6 @@ class Neighbours:
                 followed.directory.note_touches([volume_ids[row] for row in rows], slots[rows], generations[rows])
 
     def close(self) -> None:
-        """Let every volume go. Idempotent."""
+        """Let every volume go, for good. Idempotent. A round may be stuck in a call meanwhile."""
         for followed in self._followed:
-            followed.detach_all()
+            followed.close()
