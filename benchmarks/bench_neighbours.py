@@ -6,7 +6,7 @@ latency: from the end of a save in another process to the first match that finds
 they are.
 load: payload GB/s, medians of interleaved rounds: own shared memory to the pool; a neighbour's to the pool, by host
 memory (two copies, verified twice); the same again from host memory; beside a non-temporal copy of the same bytes, and
-one read of these bytes by pread and through a mapping that is new, which is what decided for pread.
+one read of these bytes by pread, which is how a neighbour's are read, and through a mapping that is new.
 match: microseconds of a look-up that misses, with no neighbour's page known and with many.
 """
 
