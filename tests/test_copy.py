@@ -103,10 +103,10 @@ def test_stream_copy_copies(size: int) -> None:
 def test_statuses_are_numbered_and_named_as_in_the_core() -> None:
     names = (
         "ok pending queue_full full cancelled deadline io_error checksum stale bus_fault "
-        "closed poisoned invalid"
+        "closed poisoned invalid failed gone"
     )
     assert [status.name for status in _core.Status] == names.split()
-    assert [status.value for status in _core.Status] == list(range(13))
+    assert [status.value for status in _core.Status] == list(range(15))
     assert int(_core.Status.checksum) == 7
 
 

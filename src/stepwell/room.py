@@ -238,6 +238,9 @@ class Room:
         self.mend(tier)
         if self.health.is_due(tier):
             self.health.probed(tier, self.probe(tier))
+        if self.health.of(tier).state is TierState.OUT and counts["capacity"] > 0:
+            # Its volumes are of use to neighbours still: what they lack is given back, and nothing is evicted for us.
+            self._tiers[tier].tick(self._index, low_pages=0, high_pages=0)
         return is_busy or self._index.counts(tier)["arriving"] > 0
 
     def evict(self, tier: Tier, pages: int) -> int:
