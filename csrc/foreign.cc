@@ -66,6 +66,7 @@ struct Foreign::Attached {
   std::vector<uint32_t> by_slot;                   // entry, or kNone
   std::unordered_map<uint32_t, uint64_t> refused;  // slot -> the generation that is not to be offered
 
+  Tier tier() const noexcept { return header.medium == VolumeMedium::kDisk ? Tier::kDisk : Tier::kShared; }
   int pages_fd() const noexcept { return pages.valid() ? pages.get() : metadata.get(); }
 };
 
@@ -109,11 +110,6 @@ std::shared_ptr<Foreign::Attached> Foreign::volume_of(uint32_t number) const {
   const std::lock_guard lock(mutex_);
   const auto found = volumes_.find(number);
   return found == volumes_.end() ? nullptr : found->second;
-}
-
-Tier Foreign::tier_of(const ForeignPlace& place) const {
-  const std::shared_ptr<Attached> volume = volume_of(place.volume);
-  return volume != nullptr && volume->header.medium == VolumeMedium::kDisk ? Tier::kDisk : Tier::kShared;
 }
 
 // ---- what is where -------------------------------------------------------------------------------------------------
@@ -255,7 +251,7 @@ void Foreign::insert(Attached& volume, const Change& change) {
            change.label.kind,
            hash_of(change.label.key, change.label.kind, change.label.epoch),
            change.label.epoch,
-           {volume.number, change.slot, change.generation}};
+           {volume.number, change.slot, change.generation, volume.tier()}};
   by_key_.insert(entry.hash, id);
   volume.by_slot[change.slot] = id;
   known_.fetch_add(1, std::memory_order_relaxed);
@@ -273,7 +269,8 @@ void Foreign::forget(uint32_t id) {
 
 // ---- looking up ----------------------------------------------------------------------------------------------------
 
-void Foreign::find(const Key* keys, size_t count, uint8_t kind, uint64_t epoch, ForeignPlace* out) const {
+void Foreign::find(const Key* keys, size_t count, uint8_t kind, uint64_t epoch, TierMask usable,
+                   ForeignPlace* out) const {
   std::fill(out, out + count, ForeignPlace());
   if (pages() == 0) return;
   std::vector<uint32_t> hashes(count);
@@ -283,7 +280,8 @@ void Foreign::find(const Key* keys, size_t count, uint8_t kind, uint64_t epoch, 
     if (i + kAhead < count) by_key_.prefetch(hashes[i + kAhead]);
     const uint32_t id = by_key_.find(hashes[i], [&](uint32_t candidate) {
       const Entry& entry = entries_[candidate];
-      return entry.kind == kind && entry.epoch == epoch && entry.key == keys[i];
+      return entry.kind == kind && entry.epoch == epoch && (usable & mask(entry.place.tier)) != 0 &&
+             entry.key == keys[i];
     });
     if (id != IdTable::kNone) out[i] = entries_[id].place;
   }
@@ -296,7 +294,7 @@ bool add_to_run(const Foreign& foreign, const Index& index, const Key* keys, uin
                 uint64_t epoch, TierMask usable, ForeignRun* run) {
   std::vector<ForeignPlace> places(count);
   std::vector<uint8_t> tiers(count);
-  foreign.find(keys, count, kind, epoch, places.data());
+  foreign.find(keys, count, kind, epoch, usable, places.data());
   index.probe(keys, count, kind, usable, tiers.data());
   for (uint32_t i = 0; i < count; ++i) {
     const bool is_ours = tiers[i] != kNoTier;
@@ -352,15 +350,17 @@ ForeignRun Foreign::find_keys(const Index& index, const Key* keys, uint32_t coun
 
 // ---- reading -------------------------------------------------------------------------------------------------------
 
-Status Foreign::read(const ForeignPlace& place, const Label& label, std::byte* target, ForeignDetail* detail) noexcept {
+Status Foreign::read(const ForeignPlace& place, const Label& label, TierMask usable, std::byte* target,
+                     ForeignDetail* detail) noexcept {
   try {
     ForeignPlace here = place;
     Status status = Status::kGone;
+    if ((usable & mask(here.tier)) == 0) find(&label.key, 1, label.kind, label.epoch, usable, &here);
     for (int i = 0; i < kPlacesTried && here.is_known(); ++i) {
       status = read_once(here, label, target, detail);
       if (status == Status::kOk) return status;
-      find(&label.key, 1, label.kind, label.epoch,
-           &here);  // another neighbour may have it: the place tried is forgotten
+      // Another neighbour may have it: the place tried is forgotten.
+      find(&label.key, 1, label.kind, label.epoch, usable, &here);
     }
     return status == Status::kChecksum ? status : Status::kGone;
   } catch (const std::bad_alloc&) {

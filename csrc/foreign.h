@@ -32,6 +32,7 @@ struct ForeignPlace {
   uint32_t volume = kNoVolume;  // the number that attach() gave it; none is given twice
   uint32_t slot = 0;            // in that volume
   uint64_t generation = 0;
+  Tier tier = Tier::kShared;  // which of ours lies in the same directory
   bool is_known() const noexcept { return volume != kNoVolume; }
 };
 
@@ -79,8 +80,9 @@ class Foreign {
   // behind the ring, all records, kSlotsAPoll of them a call.
   std::vector<uint32_t> poll();
 
-  // Where neighbours have these pages, if they do.
-  void find(const Key* keys, size_t count, uint8_t kind, uint64_t epoch, ForeignPlace* out) const;
+  // Where neighbours have these pages, if they do: in the directories of the tiers in `usable`. A tier that is out of
+  // service is not read, whoever owns the volume: their files lie on the same medium.
+  void find(const Key* keys, size_t count, uint8_t kind, uint64_t epoch, TierMask usable, ForeignPlace* out) const;
   // The same for the pages behind the first `first` of some tokens, as far as each is RESIDENT with us in `usable` or
   // with a neighbour; prior: key of the page before the first, or the seed, or null. Hashes in batches, and no further
   // than the first page that nobody has.
@@ -88,13 +90,12 @@ class Foreign {
                       uint64_t epoch, TierMask usable) const;
   ForeignRun find_keys(const Index& index, const Key* keys, uint32_t count, uint8_t kind, uint64_t epoch,
                        TierMask usable) const;
-  // Reads a page into target: page bytes of private memory. kOk: verified, its checksums in detail->expected. kGone:
+  // Reads a page into target: page bytes of private memory; not where its tier is not in `usable`. kOk: verified, its checksums in detail->expected. kGone:
   // freed, rewritten, or not to be read; kChecksum: damaged. The place is then forgotten, and what is damaged or
   // unreadable is not offered again at that generation; where another neighbour has the page, that one is tried.
-  Status read(const ForeignPlace& place, const Label& label, std::byte* target, ForeignDetail* detail) noexcept;
+  Status read(const ForeignPlace& place, const Label& label, TierMask usable, std::byte* target,
+              ForeignDetail* detail) noexcept;
 
-  // Which of our tiers lies in the same directory.
-  Tier tier_of(const ForeignPlace& place) const;
   uint64_t pages() const noexcept { return known_.load(std::memory_order_relaxed); }
   ForeignCounts counts() const;
   std::vector<ForeignTouch> take_touches();  // what was read since the last call

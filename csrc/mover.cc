@@ -624,9 +624,10 @@ void Mover::Impl::fill_from_neighbour(Transfer& transfer, uint32_t page, Worker&
   Medium& medium = *media[column];
   reach("mover.before_copy");
   PageTarget target;
-  worker.enter(static_cast<int>(foreign->tier_of(copy.foreign)));  // its files lie beside that tier's own
+  worker.enter(static_cast<int>(copy.foreign.tier));  // its files lie beside that tier's own
   Status status = medium.begin_write(copy.slots[column], worker.scratch, &target);
-  if (status == Status::kOk) status = foreign->read(copy.foreign, copy.label, target.bytes, &worker.foreign);
+  const TierMask usable = readable.load(std::memory_order_relaxed);
+  if (status == Status::kOk) status = foreign->read(copy.foreign, copy.label, usable, target.bytes, &worker.foreign);
   if (status == Status::kOk) {
     transfer.progress_->pages[page].published |= column_mask(column);
     status = medium.finish_write(copy.slots[column], copy.label, worker.foreign.expected.data(), target);

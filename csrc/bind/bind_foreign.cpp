@@ -44,6 +44,12 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> offered_of(const ForeignRun& run) {
   return to_numpy(std::move(offered));
 }
 
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> tiers_of(const ForeignRun& run) {
+  std::vector<uint8_t> tiers;
+  for (const ForeignPlace& place : run.places) tiers.push_back(static_cast<uint8_t>(place.tier));
+  return to_numpy(std::move(tiers));
+}
+
 }  // namespace
 
 void bind_neighbours(nb::module_& module) {
@@ -51,7 +57,8 @@ void bind_neighbours(nb::module_& module) {
       .def_ro("foreign", &ForeignRun::foreign, "How many only a neighbour has.")
       .def_prop_ro("pages", [](const ForeignRun& self) { return self.keys.size(); })
       .def("keys", &keys_of, "uint8[n, k], the keys of its pages.")
-      .def("offered", &offered_of, "uint8[n]: 1 where only a neighbour has the page.");
+      .def("offered", &offered_of, "uint8[n]: 1 where only a neighbour has the page.")
+      .def("tiers", &tiers_of, "uint8[n] of Tier: where such a page lies; undefined where the page is ours.");
 
   nb::class_<Foreign>(module, "Foreign", "The pages of other processes' volumes: hints, see csrc/foreign.h.")
       .def(nb::init<const PageShape&, uint32_t>(), nb::arg("shape"), nb::arg("most_pages"))

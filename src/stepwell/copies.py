@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock
-from stepwell.index import ClaimOutcome, Index, Residency, Tier
+from stepwell.index import ClaimOutcome, Index, Residency, Tier, tier_mask
 from stepwell.lease import Match
 from stepwell.mover import (
     POOL_COLUMN,
@@ -93,6 +93,12 @@ class _Watched:
     is_load: bool
     epoch: int
     roles: U8  # of its plan
+    foreign: int  # mask of the tiers in whose directories it reads neighbours' files
+    after: list[_core.Transfer]  # that it waits for
+
+    def touches(self, tier: Tier) -> bool:
+        """Whether it reads or writes a tier's directory."""
+        return bool((self.roles[:, tier] != UNUSED).any() or self.foreign >> tier & 1)
 
 
 class Copies:
@@ -396,6 +402,8 @@ class Copies:
         if mover is None:
             return None
         tag, epoch = next(self._tags), self.epoch.number
+        after = [] if awaited is None else awaited.after
+        foreign = 0 if run is None else tier_mask(*map(Tier, np.unique(run.tiers()[run_rows]).tolist()))
         if awaited is not None:
             plan.numbers[awaited.rows, Tier.HOST] = awaited.numbers[awaited.rows]
         core = mover.submit(
@@ -413,7 +421,7 @@ class Copies:
             inbox=core_inbox(inbox),
             run=run,
             rows=run_rows,
-            after=[] if awaited is None else awaited.after,
+            after=after,
             awaited=None if awaited is None else awaited.rows.astype(np.uint8),
         )
         if not isinstance(core, _core.Transfer):
@@ -421,7 +429,7 @@ class Copies:
         at = None if deadline is None else self._clock.monotonic() + deadline
         transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
         with self._lock:
-            self._watched[tag] = _Watched(transfer, core, is_load, epoch, plan.roles)
+            self._watched[tag] = _Watched(transfer, core, is_load, epoch, plan.roles, foreign, after)
         return transfer
 
     def ended(
@@ -490,6 +498,8 @@ class Copies:
         with self._lock:
             gone = [self._watched.pop(each.core.tag) for each in stuck if each.core.tag in self._watched]
             self._left = [*self._left, *((each.core, each.roles) for each in gone)]
+            left = {id(core) for core, _ in self._left}
+            self._staged = [each for each in self._staged if id(each.core) not in left]
         self._count(gone)
 
     def left_behind(self, tier: Tier) -> int:
@@ -501,8 +511,13 @@ class Copies:
         return sum(int(((roles[:, tier] == SINK) & (core.landed() >> tier & 1 == 0)).sum()) for core, roles in left)
 
     def _touching(self, tier: Tier) -> list[_Watched]:
+        """Return what reads or writes a tier, and what waits for a neighbour's page from its directory, or for one that
+        was given up."""
         with self._lock:
-            return [each for each in self._watched.values() if (each.roles[:, tier] != UNUSED).any()]
+            watched = list(self._watched.values())
+            before = {id(core) for core, _ in self._left}
+        before.update(id(each.core) for each in watched if each.touches(tier))
+        return [each for each in watched if each.touches(tier) or not before.isdisjoint(map(id, each.after))]
 
     def account(self) -> None:
         """Count what done transfers did not deliver, once each, and forget them."""

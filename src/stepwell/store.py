@@ -1037,13 +1037,13 @@ class PageStore:
         else:
             self._room.has_staging = True
         self._foreign = _core.Foreign(self._shape, _MOST_FOREIGN)
-        directories = [
-            (tier.directory, 1 if tier.tier is Tier.SHARED else 2)
+        tiers = [
+            (tier, 1 if tier.tier is Tier.SHARED else 2)
             for tier in self._tiers.values()
             if isinstance(tier, VolumeTier)
         ]
         self._neighbours = Neighbours(
-            self._foreign, directories, fingerprint=self._fingerprint, clock=self._clock
+            self._foreign, tiers, fingerprint=self._fingerprint, clock=self._clock
         )
         self._staging = Staging(self._index, self._room, self._copies, self._foreign)
         return self._foreign

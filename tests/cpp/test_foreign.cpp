@@ -18,6 +18,7 @@ using testing::stamped;
 using testing::VolumeFiles;
 
 constexpr uint32_t kRing = 64;
+constexpr TierMask kAnyTier = static_cast<TierMask>(~TierMask{0});
 
 // A volume with its writer, and a reader of another process.
 struct Pair {
@@ -37,16 +38,16 @@ struct Pair {
     REQUIRE(write_page(*writer, files.shape(), slot, label_of(key, epoch), stamped(files.shape(), key).data(),
                        scratch) == Status::kOk);
   }
-  ForeignPlace find(const std::string& key, uint64_t epoch = 0) const {
+  ForeignPlace find(const std::string& key, uint64_t epoch = 0, TierMask usable = kAnyTier) const {
     ForeignPlace place;
     const Label label = label_of(key, epoch);
-    reader.find(&label.key, 1, 1, epoch, &place);
+    reader.find(&label.key, 1, 1, epoch, usable, &place);
     return place;
   }
-  Status read(const ForeignPlace& place, const std::string& key) {
+  Status read(const ForeignPlace& place, const std::string& key, TierMask usable = kAnyTier) {
     ForeignDetail detail;
     target.assign(files.shape().page_bytes(), std::byte{0xee});
-    const Status status = reader.read(place, label_of(key), target.data(), &detail);
+    const Status status = reader.read(place, label_of(key), usable, target.data(), &detail);
     if (status == Status::kOk) CHECK(target == stamped(files.shape(), key));
     return status;
   }

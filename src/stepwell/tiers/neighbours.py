@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 from stepwell import _core
 from stepwell.clock import Clock
@@ -24,8 +24,19 @@ _LOG = logging.getLogger("stepwell")
 _UNSETTLED_SECONDS: Final = 0.1
 """For so long after a change of a directory its names are listed at every look: times of files are only as fine as the
 kernel's tick, so that a second change may show none."""
+_DROPPED_SECONDS: Final = 60.0
+"""For so long a volume that failed is not followed: a medium that was mended serves again, for a few reads."""
 _MOST_VOLUMES: Final = 256
 """Volumes of a directory that are followed: each takes a descriptor or two."""
+
+
+class HasDirectory(Protocol):
+    """A tier of volumes, as far as it matters here."""
+
+    @property
+    def directory(self) -> TierDirectory:
+        """This process's part in the tier's directory; another one once the tier was reopened."""
+        ...
 
 
 class _Followed:
@@ -34,19 +45,27 @@ class _Followed:
     Invariant: attached are volumes of our fingerprint that this process does not hold.
     """
 
-    def __init__(self, directory: TierDirectory, medium: int, fingerprint: bytes, foreign: _core.Foreign) -> None:
-        self.directory = directory
+    def __init__(
+        self, tier: HasDirectory, medium: int, fingerprint: bytes, foreign: _core.Foreign
+    ) -> None:
+        self._tier = tier
         self._medium = medium
         self._fingerprint = fingerprint
         self._foreign = foreign
         self.attached: dict[str, int] = {}
-        self._passed: set[str] = set()  # looked at, and not to be followed
+        self._passed: dict[str, float] = {}  # looked at, and not to be followed until then
+        self._try_again_at = float("inf")  # the first of these
         self._own: frozenset[str] = frozenset()
         self._changed_ns = -1
         self._unsettled_until = float("-inf")
         self._is_closed = False
         self.others = 0
         """Process files beside ours."""
+
+    @property
+    def directory(self) -> TierDirectory:
+        """Our part in it now."""
+        return self._tier.directory
 
     def look(self, now: float) -> None:
         """Attach and detach, if the directory or what we hold of it has changed."""
@@ -57,7 +76,7 @@ class _Followed:
             changed_ns = -1
         if changed_ns != self._changed_ns:
             self._unsettled_until = now + _UNSETTLED_SECONDS
-        elif own == self._own and now >= self._unsettled_until:
+        elif own == self._own and self._unsettled_until <= now < self._try_again_at:
             return
         try:
             listing = list_directory(self.directory.path)
@@ -73,7 +92,8 @@ class _Followed:
         volumes = {name: names for name, names in listing.volumes.items() if names.metadata_name is not None}
         for volume_id in [known for known in self.attached if known in own or known not in volumes]:
             self._foreign.detach(self.attached.pop(volume_id))
-        self._passed &= volumes.keys()
+        self._passed = {name: until for name, until in self._passed.items() if name in volumes and until > now}
+        self._try_again_at = min(self._passed.values(), default=float("inf"))
         for volume_id, names in volumes.items():
             if volume_id not in own and volume_id not in self.attached and volume_id not in self._passed:
                 if len(self.attached) >= _MOST_VOLUMES:
@@ -90,7 +110,7 @@ class _Followed:
             metadata = open_ours(f"{path}/{name}", os.O_RDONLY)
             data = read_first_bytes(metadata, f"{path}/{name}")
             if is_other_format(data):
-                self._passed.add(names.volume_id)
+                self._passed[names.volume_id] = float("inf")
                 return
             pages_bytes = 0
             if names.pages_name is not None:
@@ -102,12 +122,12 @@ class _Followed:
                 self._medium,
                 self._fingerprint,
             ):
-                self._passed.add(names.volume_id)
+                self._passed[names.volume_id] = float("inf")
                 return
             pages_fd = pages.detach() if header.medium == 2 else -1
             self.attached[names.volume_id] = self._foreign.attach(header, metadata.detach(), pages_fd)
         except ValueError:  # its header is damaged, or it is of another shape or no file of ours
-            self._passed.add(names.volume_id)
+            self._passed[names.volume_id] = float("inf")
         except OSError:  # gone, or not to be opened now: the next look tries again
             self._changed_ns = -1
         finally:
@@ -121,17 +141,19 @@ class _Followed:
                 return open_ours(path, os.O_RDONLY | os.O_DIRECT)
         return open_ours(path, os.O_RDONLY)
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        """Follow some volumes no longer, for as long as they lie there."""
+    def drop(self, numbers: Sequence[int], now: float) -> None:
+        """Follow some volumes no longer for a minute: what made their reads fail may have passed by then."""
         for volume_id in [known for known, number in self.attached.items() if number in numbers]:
             _LOG.warning(
                 "volume %s of a neighbour in %s cannot be read, or too many of its pages are damaged: its pages are "
-                "misses here",
+                "misses here; it is tried again after %g s",
                 volume_id,
                 self.directory.path,
+                _DROPPED_SECONDS,
             )
             self._foreign.detach(self.attached.pop(volume_id))
-            self._passed.add(volume_id)
+            self._passed[volume_id] = now + _DROPPED_SECONDS
+            self._try_again_at = min(self._try_again_at, now + _DROPPED_SECONDS)
 
     def close(self) -> None:
         """Let every volume go, and take no other."""
@@ -157,15 +179,15 @@ class Neighbours:
     def __init__(
         self,
         foreign: _core.Foreign,
-        directories: Sequence[tuple[TierDirectory, int]],
+        tiers: Sequence[tuple[HasDirectory, int]],
         *,
         fingerprint: bytes,
         clock: Clock,
     ) -> None:
-        """Args: directories: each open, with its medium as headers write it."""
+        """Args: tiers: each with its medium as headers write it; their directories are open."""
         self._foreign = foreign
         self._clock = clock
-        self._followed = [_Followed(directory, medium, fingerprint, foreign) for directory, medium in directories]
+        self._followed = [_Followed(tier, medium, fingerprint, foreign) for tier, medium in tiers]
 
     @property
     def volumes(self) -> int:
@@ -189,7 +211,7 @@ class Neighbours:
         failed = self._foreign.poll()
         if failed:
             for followed in self._followed:
-                followed.drop(failed)
+                followed.drop(failed, now)
 
     def _note_touches(self) -> None:
         """Tell the owners, by their directories, which pages were had from them since the last round."""
