@@ -2152,7 +2152,10 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
   uint32_t below = rank.last();
   std::vector<bool> placed(pages.id_limit());
   std::vector<PageId> chain;
-  for (const auto& [start, stamp] : order) {
+  for (const auto& recovered_page : order) {
+    // Not a structured binding: clang before 16 refuses those in a lambda.
+    const PageId start = recovered_page.first;
+    const uint64_t stamp = recovered_page.second;
     const auto leaves_later = [&](PageId page) {
       return is_old(page) != is_old(start) ? is_old(start) : rank.stamp(page) > stamp;
     };

@@ -312,6 +312,32 @@ def test_pages_of_another_volume_are_found_mixed_up(
     assert rig.load(chain(0, 4)) == 4
 
 
+def test_two_volumes_whose_pages_were_exchanged_are_both_cold(
+    directories: Directories, open_rig: OpenRig, copies: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a backup put back by halves leaves them: every file is whole, of its size and its fingerprint."""
+    config = directories.config(shared=0, disk=2 * VOLUME_BYTES)
+    rig = open_rig(config)
+    chains = 0
+    while len(rig.store._tiers[Tier.DISK].members) < 2 or chains < 40:  # type: ignore[attr-defined]
+        rig.save(chain(chains, 4))
+        rig.round()
+        chains += 1
+    rig.close()
+    first, second = directories.volumes("pages")
+    aside = copies / "aside"
+    aside.write_bytes(first.read_bytes())
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(aside.read_bytes())
+    rig = open_rig(config)
+    stats = rig.store.stats().tiers["disk"]
+    assert (stats.recovered, stats.cold) == (0, {"mixed-up": 2})
+    assert caplog.text.count("mixed-up: its pages are not those that its records are about; removed") == 2
+    assert sum(rig.load(chain(number, 4)) for number in range(chains)) == 0
+    assert rig.save(chain(0, 4)).refused == 0
+    assert rig.load(chain(0, 4)) == 4
+
+
 def test_one_damaged_page_does_not_make_a_volume_mixed_up(directories: Directories, open_rig: OpenRig) -> None:
     config = saved(directories, open_rig, tier=Tier.DISK)
     [pages] = directories.volumes("pages")

@@ -23,6 +23,7 @@ using stepwell::fuzz::fuzz_header;
 using stepwell::fuzz::fuzz_index;
 using stepwell::fuzz::fuzz_reader;
 using stepwell::fuzz::fuzz_record;
+using stepwell::fuzz::fuzz_ring;
 using stepwell::fuzz::fuzz_volume;
 
 constexpr unsigned kHangSeconds = 60;  // an input takes a millisecond
@@ -31,12 +32,13 @@ struct Target {
   const char* name;
   void (*run)(const uint8_t*, size_t);
 };
-constexpr std::array<Target, 6> kTargets{{{"header", fuzz_header},
+constexpr std::array<Target, 7> kTargets{{{"header", fuzz_header},
                                           {"record", fuzz_record},
                                           {"volume", fuzz_volume},
                                           {"foreign", fuzz_foreign},
                                           {"reader", fuzz_reader},
-                                          {"index", fuzz_index}}};
+                                          {"index", fuzz_index},
+                                          {"ring", fuzz_ring}}};
 
 struct Options {
   double seconds = 2;

@@ -104,6 +104,20 @@ def test_who_only_looks_renews_nothing(directories: Directories) -> None:
         assert [box.cached(tokens_of(number, 32), Tier.HOST) for number in (1, 2, 3)] == [0, 8, 8]
 
 
+def test_a_probe_is_a_use_and_what_is_probed_for_ever_still_leaves(directories: Directories) -> None:
+    """C036, kvcache-ai/Mooncake#2187: all keys were probed all the time, and nothing was old enough to leave."""
+    with Box(config_of(directories, host=16)) as box:
+        keys = {}
+        for number in (1, 2):
+            box.save(tokens_of(number, 32))
+            keys[number] = prefix_hashes(tokens_of(number, 32), page_tokens=4)
+        for _ in range(100):
+            for number in (2, 1):
+                assert box.store.probe(keys[number], lease=0.0).run == 8
+        assert box.save(tokens_of(3, 32)).saved == 8
+        assert [box.cached(tokens_of(number, 32), Tier.HOST) for number in (1, 2, 3)] == [8, 0, 8]
+
+
 def test_a_host_that_is_smaller_than_the_device_makes_room_for_what_leaves_it(make_engine: MakeEngine) -> None:
     """C038, sgl-project/sglang#16909: a small host was full of copies of what the device still had, and freed none."""
     engine = make_engine(device=32, host=8, shared=0)

@@ -191,10 +191,15 @@ def test_no_read_of_any_kind_is_of_a_page_that_left_meanwhile(open_rig: OpenRig,
     assert np.array_equal(rig.rows[:pages], stamps(tokens))
 
 
+UNTIL_COMMIT = ["mover.before_copy", "volume.odd", "volume.after_bytes", "volume.after_record", "mover.after_copy"]
+
+
 @pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
-def test_a_key_is_seen_only_once_its_bytes_are_there(open_rig: OpenRig, tier: Tier) -> None:
+@pytest.mark.parametrize("point", UNTIL_COMMIT)
+def test_a_key_is_seen_only_once_its_bytes_are_there(open_rig: OpenRig, tier: Tier, point: str) -> None:
     """C017, kvcache-ai/Mooncake#2799: keys were there before their bytes were, and stayed when these failed."""
     rig = open_rig(**{"shared": 0, "disk": 0, tier.name.lower(): VOLUME_BYTES})
+    keys = prefix_hashes(chain(1, 4), page_tokens=PAGE_TOKENS)
     stop = threading.Event()
     hits: list[int] = []
 
@@ -202,11 +207,12 @@ def test_a_key_is_seen_only_once_its_bytes_are_there(open_rig: OpenRig, tier: Ti
         while not stop.is_set():
             with rig.store.match(chain(1, 4)) as match:
                 hits.append(match.pages)
+            hits.append(rig.store.probe(keys, lease=0.0).run)
 
     readers = [threading.Thread(target=poll) for _ in range(4)]
-    with inject("mover.before_copy", "pause"):
+    with inject(point, "pause"):
         saving = rig.save(chain(1, 4), wait=False)
-        wait_paused("mover.before_copy")
+        wait_paused(point)
         for reader in readers:
             reader.start()
         while len(hits) < 200:

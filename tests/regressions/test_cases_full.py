@@ -58,7 +58,7 @@ def test_two_processes_that_are_each_below_their_cap_share_a_small_disk(tmp_path
                 child.communicate("")
         assert [child.returncode for child in children] == [0, 0]
         assert all(int(capacity) > 0 and damaged == "0" for capacity, damaged in pages), pages
-        assert used <= 8 << 20
+        assert used > 6 << 20  # more than either's cap: what they shared was short
 
 
 @pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
@@ -119,9 +119,8 @@ def test_a_tier_larger_than_its_tmpfs_is_refused_with_the_numbers(tmp_path: Path
         config = StoreConfig(geometry=GEOMETRY, shared=SharedTier("16MiB", str(point / "s"), volume_bytes="4MiB"))
         with pytest.raises(BudgetError) as refused:
             PageStore(config)
-        for word in (str(point / "s"), "16 MiB", "16777216", "4 MiB", "4194304", "shared.capacity"):
-            assert word in str(refused.value) or word in ("16 MiB", "4 MiB", "16777216", "4194304")
-        assert "more than" in str(refused.value)
+        for word in (f"{point / 's'}: capacity 16777216 bytes is more than 4194304 bytes", "lower shared.capacity"):
+            assert word in str(refused.value)
         assert bytes_of_volumes(point / "s") == 0
 
 

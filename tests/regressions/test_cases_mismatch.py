@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from case_kit import CASE_GEOMETRY, Box, config_of, tokens_of
@@ -35,7 +34,7 @@ OTHERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: " ".join(other))
 def test_pages_of_another_geometry_are_neither_found_nor_removed(
-    directories: Directories, other: dict[str, Any]
+    directories: Directories, caplog: pytest.LogCaptureFixture, other: dict[str, Any]
 ) -> None:
     """C053, sgl-project/sglang#33268: bf16 pages were served to an fp8 run, for the storage key had no dtype."""
     strange = replace(CASE_GEOMETRY, **other)
@@ -46,7 +45,12 @@ def test_pages_of_another_geometry_are_neither_found_nor_removed(
     before = {path: path.read_bytes() for path in (*directories.volumes("vol"), *directories.volumes("pages"))}
     with Box(config_of(directories, strange, **sizes)) as box:
         assert box.load(tokens_of(1, 32)) == 0
-        assert box.store.stats().tiers["disk"].resident == 0
+        for name in ("shared", "disk"):
+            tier = box.store.stats().tiers[name]
+            assert (tier.resident, tier.cold) == (0, {"fingerprint": 1})
+        for path in before:
+            [line] = [line for line in caplog.messages if path.stem.removeprefix("v-") in line]
+            assert "fingerprint: " in line
         box.save(tokens_of(2, 16))
     assert {path: path.read_bytes() for path in before} == before
     with Box(config_of(directories, **sizes)) as box:
@@ -80,8 +84,6 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(make_engine: MakeE
     with inject("mover.before_copy", "pause", nth=3):
         loading = engine.open(prompt(1, 33))  # two pages are there, and one under way
         wait_paused("mover.before_copy")
-        saved = np.zeros(1)
-        assert saved.size
         store.set_epoch("weights 2")
         assert store.cached(prompt(1, 33), tiers=tuple(Tier)) == 0
     engine.settle(loading)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from case_kit import child_script
+from case_kit import child_script, run_child
 from doctor_kit import mounted
 from sequence_kit import StampEngine, evict_all, prompt
 from stepwell.config import DiskTier, SharedTier, StoreConfig
@@ -56,6 +56,34 @@ def test_children_of_every_kind_that_never_use_the_store_harm_nothing(open_rig: 
     assert open_rig(**BOTH).load(chain(1, 4)) == 4
 
 
+ENDS_AS_PYTHON_ENDS = """
+rig = Rig(directories.config(shared=VOLUME_BYTES, disk=VOLUME_BYTES), keeper=True)
+rig.save(chain(1, 4)); rig.round()  # the LMDB environment is open
+for how in ("end", "sys.exit", "exception"):
+    child = os.fork()
+    if child == 0:
+        os.close(2)  # an exception's traceback is not ours
+        if how == "end": break
+        if how == "sys.exit": sys.exit(0)
+        raise ValueError
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (how == "exception"), how
+    for number in range(100):
+        assert rig.save(chain(number, 1)).transfer.ok.all() and rig.load(chain(number, 1)) == 1
+    rig.store._tiers[Tier.DISK]._recency_at = float("-inf")
+    rig.round()
+else:
+    rig.close()
+    print("done", flush=True)
+"""
+
+
+def test_a_child_that_ends_as_python_ends_harms_nothing(directories: Directories, open_rig: OpenRig) -> None:
+    """C072, jnwatson/py-lmdb#346: the same where all that the child inherited is torn down: stores, pools, threads."""
+    done = run_child(directories, "from stepwell.index import Tier\n" + ENDS_AS_PYTHON_ENDS)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert open_rig(**BOTH).load(chain(99, 1)) == 1
+
+
 def config_at(shared: str, disk: str) -> StoreConfig:
     return StoreConfig(
         geometry=GEOMETRY,
@@ -93,6 +121,43 @@ def test_one_directory_by_two_names_is_one_directory(
                 _share(first, open_rig(config_at(str(directories.shared), other)), directories)
             return
     _share(first, open_rig(config_at(str(directories.shared), other)), directories)
+
+
+CAME_AND_WENT = """
+saved = []
+for number in range({process}, 96, 8):
+    rig = Rig(directories.config(shared=0, disk=64 * VOLUME_BYTES), keeper=True)
+    if rig.save(chain(number, 2)).saved == 2:  # refused where others have not given its share back yet
+        saved.append(number)
+    for each in range(0, 96, 5):
+        rig.load(chain(each, 2))  # compares what came
+    stats = rig.store.stats()
+    assert (stats.io_errors, stats.checksum_failures) == (0, 0), stats
+    rig.close()  # LMDB is written
+print(*saved)
+"""
+
+
+def test_processes_that_open_and_close_one_path_at_once_meet_no_error(
+    directories: Directories, open_rig: OpenRig
+) -> None:
+    """C073, jnwatson/py-lmdb#340: openings of one path by several processes failed at random. Eight, 12 times each."""
+    script = child_script(directories, CAME_AND_WENT)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", script.replace("{process}", str(number))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(8)
+    ]
+    told = [child.communicate(timeout=240) for child in children]
+    assert [child.returncode for child in children] == [0] * 8, told
+    saved = [int(number) for said, _ in told for number in said.split()]
+    assert len(saved) > 48
+    rig = open_rig(shared=0, disk=64 * VOLUME_BYTES)
+    assert [rig.load(chain(number, 2)) for number in saved] == [2] * len(saved)
 
 
 def _share(first: Rig, second: Rig, directories: Directories) -> None:
