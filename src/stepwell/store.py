@@ -794,6 +794,7 @@ class PageStore:
         with round_.held(_ROUND_SECONDS) as is_held:
             if not is_held:
                 raise VolumeBusyError(f"{tier} tier: its background round has not returned for {_ROUND_SECONDS:g} s")
+            self._use()  # closed meanwhile: the tier must not come back
             self._health.take_out(tier, "it is being reopened")
             self._share_states(mover)
             self._copies.cancel_tier(tier)
@@ -1364,6 +1365,8 @@ class _Leaving:
             if self._mover is not None and self._mover.stuck:
                 self._mover.drain(-1.0, True)
             with self._round.held(-1.0) if self._round is not None else contextlib.nullcontext():
+                if self._round is not None:
+                    self._round.end()
                 self._pages.close(self._index)
         except Exception as error:  # noqa: BLE001 raised again by who waits
             self._error = error
@@ -1387,7 +1390,7 @@ class _Leaving:
 class _Round:
     """The background round of one tier.
 
-    Invariant: never two at once, and none while the tier is reopened.
+    Invariant: never two at once, none while the tier is reopened, and none once it was closed.
     """
 
     def __init__(self, tier: Tier, room: Room, clock: Clock, marks: tuple[float, float]) -> None:
@@ -1397,6 +1400,11 @@ class _Round:
         self._low, self._high = marks
         self._lock = threading.Lock()
         self._began: float | None = None
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Have no round any more. Requires: held()."""
+        self._has_ended = True
 
     def run(self) -> bool:
         """Do one round.
@@ -1405,6 +1413,8 @@ class _Round:
             Whether there may be more to write soon: pages of shared memory were used, or some are on their way.
         """
         with self._lock:
+            if self._has_ended:
+                return False
             self._began = self._clock.monotonic()
             try:
                 return self._room.tend(self._tier, low=self._low, high=self._high)
