@@ -46,7 +46,7 @@ def run(directory: Path, *arguments: str, program: str | None = None) -> tuple[i
         ("--kills", "9"),
         ("--kills", "6", "--tiers", "both", "--processes", "2", "--rolling"),
         ("--kills", "6", "--tiers", "disk", "--damage", "--errors"),
-        ("--points", "--occurrences", "1", "--tiers", "both", "--world", "48"),
+        ("--points", "--occurrences", "1", "--tiers", "both", "--world", str(2 * POINTS.index("mover.unit"))),
     ],
     ids=["one", "rolling", "damage", "point"],
 )

@@ -26,9 +26,12 @@ POINTS: Final = (
     "file.unlink",
     "file.unlock",
     "file.unmap",
+    "foreign.read",
     "mover.after_commit",
     "mover.after_copy",
+    "mover.assertion",
     "mover.before_copy",
+    "mover.begin_after",
     "mover.unit",
     "volume.after_bytes",
     "volume.after_bytes_sync",
@@ -47,6 +50,9 @@ POWER_POINTS: Final = frozenset(
     ("file.sync", "file.sync_directory", "volume.after_bytes_sync", "volume.after_sync", "volume.settle")
 )
 """Those on the way of durability "power" alone, or mostly."""
+
+NEIGHBOUR_POINTS: Final = frozenset(("foreign.read", "mover.begin_after"))
+"""Those on the way of a neighbour's pages: somebody must be there who has some."""
 
 
 def occurrences(most: int) -> list[int]:

@@ -23,7 +23,7 @@ class Row(msgspec.Struct):
 
     kills: of processes at work. judged: times that all pages were looked at after one. acknowledged: pages that a save
     said are resident. right: pages found again, compared byte by byte. allowed: acknowledged pages that were gone and
-    may be (evicted, forgotten, another epoch, damaged). lost, wrong, phantom: never. other: everything else that must
+    may be (evicted, forgotten, damaged). lost, wrong, phantom: never. other: everything else that must
     not be: a crash, a hang, slots that do not add up, a budget that is passed, files that are left.
     damages: times that a file was damaged; checksum_failures: damaged pages that were met when all were looked at.
     first_hits: seconds from the start of a process after a kill to its first page, verified. points: kills by point.

@@ -26,7 +26,7 @@ from stepwell.torture.child import SCRIPT_STEPS, Report, Task
 from stepwell.torture.damage import damage
 from stepwell.torture.kennel import Child, Kennel
 from stepwell.torture.ledger import Ledger, Line
-from stepwell.torture.points import POINTS, POWER_POINTS, occurrences
+from stepwell.torture.points import NEIGHBOUR_POINTS, POINTS, POWER_POINTS, occurrences
 from stepwell.torture.results import MOST_PROBLEMS, Problem, Result, Row
 from stepwell.torture.universe import Universe
 from stepwell.torture.world import ARRANGEMENTS, Tiers, World
@@ -36,6 +36,8 @@ KILLS_A_WORLD: Final = 12
 LOCK_SECONDS: Final = 10.0
 LONGEST_WORK: Final = 0.4  # seconds from the first step to the kill
 LONGEST_OPENING: Final = 0.06
+NEIGHBOUR_SAVES: Final = 20  # of the one whose pages are to be read
+NEIGHBOUR_SECONDS: Final = 20.0  # for which they are waited for, on a busy machine
 STOPPED_SECONDS: Final = 0.02
 SOON: Final = 0.002
 ROUND: Final = 8  # kills of one of several children between two looks at all that they left
@@ -163,7 +165,8 @@ class _Run:
             self._row.points[point] = 0
             for anew in (True, False):
                 self._row.worlds += 1
-                with self._world(2 * number, is_durable=point in POWER_POINTS) as life:
+                processes = 2 if point in NEIGHBOUR_POINTS else 1
+                with self._world(2 * number, is_durable=point in POWER_POINTS, processes=processes) as life:
                     life.die_at(point, anew=anew)
         return self._row
 
@@ -172,7 +175,7 @@ class _Run:
         return max(3, min(KILLS_A_WORLD, -(-kills // 4)))
 
     @contextmanager
-    def _world(self, number: int, *, is_durable: bool = False) -> Iterator[_Life]:
+    def _world(self, number: int, *, is_durable: bool = False, processes: int | None = None) -> Iterator[_Life]:
         options = self._options
         with ExitStack() as stack:
             disk = Path(tempfile.mkdtemp(prefix="stepwell-torture-", dir=options.directory))
@@ -187,7 +190,7 @@ class _Run:
                 self._universe,
                 directory=disk,
                 shared_directory=shared,
-                processes=options.processes,
+                processes=options.processes if processes is None else processes,
                 is_damaged=options.damage,
                 has_errors=options.errors,
                 is_durable=is_durable,
@@ -344,18 +347,32 @@ class _Life:
         for at, nth in enumerate(occurrences(self._options.occurrences)):
             if anew and at:
                 self._clear_away()
+            neighbour = self._start_neighbour() if point in NEIGHBOUR_POINTS else None
             child = self._start(point=point, nth=nth, steps=SCRIPT_STEPS)
             self._waited_for(child, "e")
             has_fired = self._end(child, may_die=True)
-            self._judge_one_by_one(child)
+            if neighbour is None:
+                self._judge_one_by_one(child)
+            else:
+                self._end(neighbour)
+                self._judge_all()
             self._look_from_outside()
             if at % 2:
                 self._finish()
-            if not has_fired:
+            if has_fired:
+                self._row.points[point] += 1
+                self._count_kill()
+            elif neighbour is None:  # else it depends on what the neighbour had, and another time it may
                 break
-            self._row.points[point] += 1
-            self._count_kill()
         self._finish()
+
+    def _start_neighbour(self) -> Child:
+        """Start a process that works beside the one that is to die, and let it save something to be read."""
+        neighbour = self._start()
+        kennel = self.kennel
+        if self._waited_for(neighbour, "t"):
+            kennel.hear(NEIGHBOUR_SECONDS, lambda: neighbour.is_over or neighbour.said.get("a", 0) >= NEIGHBOUR_SAVES)
+        return neighbour
 
     def _clear_away(self) -> None:
         """Begin again with directories that are not there."""
