@@ -827,6 +827,7 @@ bool Mover::Impl::find_second_source(Transfer& transfer, uint32_t page) {
   if (found == Tier::kDevice) return false;
   progress.second_source = static_cast<uint8_t>(found);
   progress.was_retried = true;
+  transfer.progress_->asked.fetch_or(column_mask(progress.second_source), std::memory_order_relaxed);
   retried_pages.fetch_add(1, std::memory_order_relaxed);
   return true;
 }

@@ -78,6 +78,7 @@ struct Transfer::Progress {
   std::atomic<bool> source_released{false};
   std::atomic<uint32_t> layers_done{0};
   std::atomic<uint64_t> bytes_moved{0};
+  std::atomic<ColumnMask> asked{0};  // tiers that were asked for a page as its second source
 };
 
 }  // namespace stepwell

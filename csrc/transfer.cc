@@ -336,6 +336,8 @@ std::vector<uint8_t> Transfer::landed() const {
   return progress_->landed;
 }
 
+uint8_t Transfer::asked() const noexcept { return progress_->asked.load(std::memory_order_relaxed); }
+
 uint64_t Transfer::bytes_moved() const noexcept { return progress_->bytes_moved.load(std::memory_order_relaxed); }
 
 double Transfer::seconds() const noexcept {

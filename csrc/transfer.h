@@ -204,6 +204,8 @@ class Transfer {
   std::vector<Status> page_status() const;
   // Bit c: column c's sink was committed (tiers) or landed (pool), or what a check found there is right.
   std::vector<uint8_t> landed() const;
+  // Bit c: a page was asked for in tier c because its source had failed.
+  uint8_t asked() const noexcept;
   uint64_t tag() const noexcept { return spec_.tag; }
   size_t pages() const noexcept { return spec_.pages.size(); }
   uint64_t bytes_moved() const noexcept;  // payload bytes copied into sinks

@@ -364,6 +364,9 @@ void bind_transfer(nb::module_& module) {
           "Layers that have landed, verified, for all pages that did not fail.")
       .def_prop_ro("pages", [](const TransferHandle& self) { return self.lock_free().pages(); })
       .def_prop_ro("tag", [](const TransferHandle& self) { return self.lock_free().tag(); })
+      .def_prop_ro(
+          "asked", [](const TransferHandle& self) { return self.lock_free().asked(); },
+          "A mask of the tiers that were asked for a page because its source had failed.")
       .def_prop_ro("bytes_moved", [](const TransferHandle& self) { return self.lock_free().bytes_moved(); })
       .def_prop_ro(
           "seconds", [](const TransferHandle& self) { return self->seconds(); }, "From submit to done; 0 before.")

@@ -97,8 +97,9 @@ class _Watched:
     after: list[_core.Transfer]  # that it waits for
 
     def touches(self, tier: Tier) -> bool:
-        """Whether it reads or writes a tier's directory."""
-        return bool((self.roles[:, tier] != UNUSED).any() or self.foreign >> tier & 1)
+        """Whether it reads or writes a tier's directory: by its plan, in place of a source that failed, or a
+        neighbour's."""
+        return bool((self.roles[:, tier] != UNUSED).any() or (self.foreign | self.core.asked) >> tier & 1)
 
 
 class Copies:
@@ -487,11 +488,15 @@ class Copies:
 
     def cancel_tier(self, tier: Tier) -> None:
         """Let what reads or writes a tier end: what of it has not started does not start."""
-        for each in self._touching(tier):
+        touching = self._touching(tier)
+        for each in touching:
             each.transfer.cancel()
 
     def give_up(self, tier: Tier) -> None:
-        """Let what reads or writes a tier end now, whether or not its calls return: as I/O errors."""
+        """Let what reads or writes a tier end now, whether or not its calls return: as I/O errors.
+
+        So do copies from neighbours, and who waits for them: a neighbour's files lie beside the tier's own.
+        """
         stuck = self._touching(tier)
         for each in stuck:
             each.core.abandon(_core.Status.io_error)

@@ -330,18 +330,19 @@ class Room:
 
     def probe(self, tier: Tier) -> str:
         """Write and read back one slot of a tier that does not serve. Returns "", or what failed."""
-        medium = self.medium(tier)
-        assert isinstance(medium, _core.VolumeSet), "only volumes are taken out of service"
-        quarantined = self._index.counts(tier)["quarantined"]
-        capacity = self._index.counts(tier)["capacity"]
-        if capacity == 0:  # reopening it has failed
-            pages = self._tiers[tier]
-            assert isinstance(pages, VolumeTier), "see above"
-            try:
+        pages, medium = self._tiers[tier], self.medium(tier)
+        assert isinstance(pages, VolumeTier), "only volumes are taken out of service"
+        assert isinstance(medium, _core.VolumeSet), "see above"
+        try:
+            pages.leave_suspect(self._index)  # they fail every try until they are opened anew
+            if self._index.counts(tier)["capacity"] == 0:  # they were all it had, or reopening it has failed
                 pages.reopen(self._index)
-            except (StepwellError, OSError) as error:
-                return str(error)
-            return "" if self._index.counts(tier)["capacity"] else "no volume can be had"
+        except (StepwellError, OSError) as error:
+            return str(error)
+        counts = self._index.counts(tier)
+        quarantined, capacity = counts["quarantined"], counts["capacity"]
+        if capacity == 0:
+            return "no volume can be had"
         if quarantined > most_quarantined(capacity):
             return f"{quarantined} slots are in quarantine"
         slots = self._index.take_private(tier, 1)

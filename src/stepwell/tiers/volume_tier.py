@@ -157,6 +157,7 @@ class VolumeTier:
     def cold(self) -> dict[str, int]:
         """What was not found again, by reason: tiers/cold.py."""
         return dict(self._directory.cold.by_reason)
+
     def _join_directory(self) -> TierDirectory:
         return TierDirectory(self._plan, CoreHeaders(self._shape), machine=self._machine)
 
@@ -325,7 +326,7 @@ class VolumeTier:
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._look_at_neighbours(index)
-            self._leave_suspect(index)
+            self.leave_suspect(index)
         free = index.claimable(self._tier)
         if free >= low_pages and self._directory.lacking_bytes == 0:
             return 0
@@ -597,8 +598,11 @@ class VolumeTier:
                 index.close_slots(self._tier, member.base)
         self._finish_leaving(index)
 
-    def _leave_suspect(self, index: Index) -> None:
-        """Take volumes out of service that a sync failed on; adopted anew, they are synced before anything else."""
+    def leave_suspect(self, index: Index) -> None:
+        """Take volumes out of service that a sync failed on; adopted anew, they are synced before anything else.
+
+        Requires: as tick().
+        """
         for member in self._members.values():
             if member.volume.is_suspect and (member.is_wanted or not member.is_leaving):
                 _LOG.warning(

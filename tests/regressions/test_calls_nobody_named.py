@@ -1,0 +1,100 @@
+"""A tier whose files fail keeps nobody waiting, and comes back, also where it is not the plan that names it.
+
+A call that hung ended the transfers whose plans named the tier. A load that asked it as its second source, and one that
+waited for a neighbour's page, waited for ever. And a tier that a failed sync took out was tried with the volume that
+the sync had failed on, for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from stepwell.clock import ManualClock
+from stepwell.config import DiskTier, StoreConfig
+from stepwell.health import MOST_PROBE_SECONDS
+from stepwell.testing.faults import inject, resume, wait_paused
+from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
+from test_degrade import flip, look_until_stuck, state
+
+OpenRig = Callable[..., Rig]
+MANY = 24
+
+
+def until_ended(rig: Rig) -> None:
+    """Wait until the last transfer has ended, also of those that were given up."""
+    mover = rig.store._copies.mover
+    assert mover is not None
+    assert mover.drain(-1.0)
+
+
+def test_a_second_source_that_does_not_return_ends_the_load(open_rig: OpenRig, directories: Directories) -> None:
+    clock = ManualClock()
+    rig = open_rig(shared=VOLUME_BYTES, disk=VOLUME_BYTES, clock=clock)
+    rig.save(chain(1, 4))
+    flip(directories, "vol", np.array([1]), chain(1, 4))
+    with inject("file.pread", "pause", nth=1):
+        transfer = rig.start_load(chain(1, 4))
+        wait_paused("file.pread")
+        look_until_stuck(rig, clock)
+        assert state(rig) == "out"
+        assert transfer.wait(5.0), "shared memory alone was its source; the disk was asked in its place"
+        assert transfer.ok.tolist() == [True, False, True, True]
+        assert rig.store.flush(5.0)
+        resume("file.pread")
+        until_ended(rig)
+    assert_whole(rig.store)
+    assert_unpinned(rig.store)
+
+
+def test_a_neighbours_file_that_does_not_answer_ends_the_load_that_waits_for_it(open_rig: OpenRig) -> None:
+    clock = ManualClock()
+    owner = open_rig(shared=0, disk=4 * VOLUME_BYTES)
+    rig = open_rig(shared=0, disk=4 * VOLUME_BYTES, clock=clock)
+    owner.save(chain(1, 4))
+    rig.round()
+    with inject("foreign.read", "pause", nth=1):
+        transfer = rig.start_load(chain(1, 4))
+        wait_paused("foreign.read")
+        look_until_stuck(rig, clock)
+        assert state(rig) == "out"
+        assert transfer.wait(5.0)
+        assert transfer.ok_pages == 0
+        assert rig.store.flush(5.0)
+        resume("foreign.read")
+        until_ended(rig)
+    assert_whole(rig.store)
+    assert_unpinned(rig.store)
+
+
+@pytest.mark.parametrize("volumes", [1, 3])
+def test_a_durable_tier_that_a_failed_sync_took_out_comes_back_by_itself(
+    open_rig: Callable[..., Rig], directories: Directories, volumes: int
+) -> None:
+    clock = ManualClock()
+    disk = DiskTier(4 * VOLUME_BYTES, str(directories.disk), volume_bytes=VOLUME_BYTES, durability="power")
+    rig = Rig(StoreConfig(geometry=GEOMETRY, disk=disk), clock=clock)
+    try:
+        rig.save(chain(0, 2))
+        for number in range(1, volumes):
+            rig.save(chain(100 + number, 40))
+            rig.round()
+            clock.advance(3.0)
+            clock.advance(31.0)
+            rig.round()
+        with inject("file.sync", "errno", nth=1, value=errno.EIO):
+            assert not rig.save(chain(1, MANY)).transfer.ok.any()
+        rig.store._tick_store()
+        assert state(rig) == "out"
+        for _ in range(3):
+            clock.advance(MOST_PROBE_SECONDS)
+            rig.round()
+        assert state(rig) == "serving"
+        assert rig.load(chain(0, 2)) == 2, "what was acknowledged is there"
+        assert rig.save(chain(1, MANY)).transfer.ok.all()
+        assert_whole(rig.store)
+    finally:
+        rig.close()
