@@ -558,10 +558,11 @@ def _plan_from(ids: U32, tiers: U8, slots: U32) -> Plan:
 
 def _copy_plan(batch: _core.ClaimBatch) -> Plan:
     """Plan the copies that Index.claim_copies() claimed, from shared memory to disk."""
-    plan = Plan.empty(batch.pages)
+    rows = np.flatnonzero(batch.outcomes[:, Tier.DISK] == NEW)  # a page that is named twice is claimed once
+    plan = Plan.empty(batch.pages[rows])
     plan.roles[:, Tier.SHARED], plan.roles[:, Tier.DISK] = SOURCE, SINK
-    plan.slots[:] = batch.slots
-    plan.numbers[:] = batch.numbers
+    plan.slots[:] = batch.slots[rows]
+    plan.numbers[:] = batch.numbers[rows]
     return plan
 
 
