@@ -27,7 +27,6 @@ void fuzz_volume(const uint8_t* data, size_t bytes);   // Volume: opened, recove
 void fuzz_foreign(const uint8_t* data, size_t bytes);  // read_foreign_page, by pread and from a mapping
 void fuzz_reader(const uint8_t* data, size_t bytes);   // VolumeReader
 void fuzz_index(const uint8_t* data, size_t bytes);    // Index::recover: labels that contradict each other
-void fuzz_ring(const uint8_t* data,
-               size_t bytes);  // Foreign: what a neighbour's ring and records say, while they change
+void fuzz_ring(const uint8_t* data, size_t bytes);     // Foreign: a neighbour's ring and records, while they change
 
 }  // namespace stepwell::fuzz
