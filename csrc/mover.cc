@@ -185,8 +185,8 @@ struct Mover::Impl {
   void settle_later(const Settling& stage) noexcept;
   bool may_settle() const;
   void settle_round(const std::vector<Settling>& round, Worker& worker) noexcept;
-  void settle(const std::vector<Settling>& round, int column, Worker& worker);
-  void end_settling(const Settling& stage) noexcept;
+  void settle(const std::vector<Settling>& round, int column, Worker& worker, Status* reason);
+  void end_settling(const Settling& stage, Status reason) noexcept;
   void settle_unit(const Unit& unit, Status reason, Worker* worker) noexcept;
   bool queue_retry(const Unit& unit, uint32_t position) noexcept;
   void end_retry(const Unit& unit) noexcept;
@@ -1002,8 +1002,7 @@ void Mover::Impl::settle_later(const Settling& stage) noexcept {
     if (settling.size() == 1) settling_since = std::chrono::steady_clock::now();
     work_waits[kIoQueue].notify_one();
   } catch (...) {  // no memory even for the list
-    static_cast<void>(note_current_exception());
-    end_settling(stage);
+    end_settling(stage, note_current_exception());
   }
 }
 
@@ -1017,20 +1016,24 @@ bool Mover::Impl::may_settle() const {
 
 // One call of each medium for the pages of all transfers of the round.
 void Mover::Impl::settle_round(const std::vector<Settling>& round, Worker& worker) noexcept {
-  surely([&] {
+  Status reason = stop_reason();
+  try {
     for (int column = 1; column < kTiers; ++column) {
       if (const Medium* medium = media[static_cast<size_t>(column)]; medium != nullptr && medium->settles())
-        settle(round, column, worker);
+        settle(round, column, worker, &reason);
     }
-  });
+  } catch (...) {
+    reason = note_current_exception();
+  }
   worker.enter(-1);
-  for (const Settling& each : round) end_settling(each);
+  for (const Settling& each : round) end_settling(each, reason);
   std::lock_guard lock(queue_mutex);
   is_settling = false;
   if (!settling.empty()) work_waits[kIoQueue].notify_one();
 }
 
-void Mover::Impl::settle(const std::vector<Settling>& round, int column, Worker& worker) {
+// *reason: of pages that an exception kept from being committed.
+void Mover::Impl::settle(const std::vector<Settling>& round, int column, Worker& worker, Status* reason) {
   struct Page {
     uint32_t slot;
     Transfer* transfer;
@@ -1055,23 +1058,25 @@ void Mover::Impl::settle(const std::vector<Settling>& round, int column, Worker&
   for (size_t i = 0; i < pages.size(); ++i) {
     Transfer& transfer = *pages[i].transfer;
     transfer.progress_->pages[pages[i].page].unsettled &= static_cast<ColumnMask>(~column_mask(column));
-    surely([&] {
+    try {
       if (statuses[i] == Status::kOk) {
         commit(transfer, pages[i].page, column);
         reach("mover.after_commit");
       } else {
         fail(transfer, pages[i].page, column, statuses[i]);
       }
-    });
+    } catch (...) {
+      *reason = note_current_exception();
+    }
   }
 }
 
 // What was not settled is aborted, as anything else that a stage leaves undone.
-void Mover::Impl::end_settling(const Settling& stage) noexcept {
+void Mover::Impl::end_settling(const Settling& stage, Status reason) noexcept {
   std::vector<PageProgress>& pages = stage.transfer->progress_->pages;
   for (uint32_t page = 0; page < pages.size(); ++page) {
     pages[page].unsettled = 0;
-    settle_stage(*stage.transfer, page, stage.stage, stop_reason());
+    settle_stage(*stage.transfer, page, stage.stage, reason);
   }
   end_stage(stage.transfer, stage.stage);
 }

@@ -337,6 +337,7 @@ class Room:
             pages.leave_suspect(self._index)  # they fail every try until they are opened anew
             if self._index.counts(tier)["capacity"] == 0:  # they were all it had, or reopening it has failed
                 pages.reopen(self._index)
+                self.forget_mending(tier)
         except (StepwellError, OSError) as error:
             return str(error)
         counts = self._index.counts(tier)

@@ -1118,7 +1118,7 @@ class PageStore:
         if self._neighbours is not None:
             self._neighbours.close()
         if mover is not None and mover.stuck:  # a worker may be in them for ever
-            _LEFT_BEHIND.append((self._foreign, self._slab))
+            _LEFT_BEHIND[id(mover)] = (self._foreign, self._slab)
         self._let_go(mover, patience=_ROUND_SECONDS if has_stopped else _LET_GO_SECONDS)
 
     def _let_go(self, mover: _core.Mover | None, *, patience: float) -> None:
@@ -1364,6 +1364,7 @@ class _Leaving:
         try:
             if self._mover is not None and self._mover.stuck:
                 self._mover.drain(-1.0, True)
+            _LEFT_BEHIND.pop(id(self._mover), None)
             with self._round.held(-1.0) if self._round is not None else contextlib.nullcontext():
                 if self._round is not None:
                     self._round.end()
@@ -1444,8 +1445,8 @@ class _Round:
 
 
 _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
-_LEFT_BEHIND: list[tuple[_core.Foreign | None, HostSlab | None]] = []
-"""What a worker whose call never returned may still touch."""
+_LEFT_BEHIND: dict[int, tuple[_core.Foreign | None, HostSlab | None]] = {}
+"""What a worker whose call has not returned may still touch, by its mover."""
 
 
 @atexit.register

@@ -8,16 +8,21 @@ the sync had failed on, for ever.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from stepwell import store
 from stepwell.clock import ManualClock
 from stepwell.config import DiskTier, StoreConfig
+from stepwell.errors import VolumeBusyError
 from stepwell.health import MOST_PROBE_SECONDS
+from stepwell.index import Tier
 from stepwell.testing.faults import inject, resume, wait_paused
-from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
+from stepwell.tiers.volume_tier import VolumeTier
+from store_kit import GEOMETRY, PAGE_BYTES, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
 from test_degrade import flip, look_until_stuck, state
 
 OpenRig = Callable[..., Rig]
@@ -70,13 +75,17 @@ def test_a_neighbours_file_that_does_not_answer_ends_the_load_that_waits_for_it(
     assert_unpinned(rig.store)
 
 
+def power(directories: Directories) -> StoreConfig:
+    disk = DiskTier(4 * VOLUME_BYTES, str(directories.disk), volume_bytes=VOLUME_BYTES, durability="power")
+    return StoreConfig(geometry=GEOMETRY, disk=disk)
+
+
 @pytest.mark.parametrize("volumes", [1, 3])
 def test_a_durable_tier_that_a_failed_sync_took_out_comes_back_by_itself(
     open_rig: Callable[..., Rig], directories: Directories, volumes: int
 ) -> None:
     clock = ManualClock()
-    disk = DiskTier(4 * VOLUME_BYTES, str(directories.disk), volume_bytes=VOLUME_BYTES, durability="power")
-    rig = Rig(StoreConfig(geometry=GEOMETRY, disk=disk), clock=clock)
+    rig = Rig(power(directories), clock=clock)
     try:
         rig.save(chain(0, 2))
         for number in range(1, volumes):
@@ -98,3 +107,54 @@ def test_a_durable_tier_that_a_failed_sync_took_out_comes_back_by_itself(
         assert_whole(rig.store)
     finally:
         rig.close()
+
+
+def test_an_exception_while_pages_are_settled_costs_pages_and_not_the_store(
+    directories: Directories, no_leaks: None
+) -> None:
+    with_power = Rig(power(directories))
+    for nth in (1, 2, 3):
+        with inject("mover.after_commit", "errno", nth=nth, value=errno.ENOMEM):
+            with_power.save(chain(nth, 3))
+        assert with_power.save(chain(nth, 3)).transfer.ok.all()
+        assert with_power.load(chain(nth, 3)) == 3
+    assert with_power.store.stats().failed_jobs == 3
+    assert_whole(with_power.store)
+    with_power.close()
+
+
+def test_what_a_hung_call_kept_alive_goes_when_it_returns(open_rig: OpenRig) -> None:
+    rig = open_rig(host=16 * PAGE_BYTES, shared=0, disk=VOLUME_BYTES, close_timeout=0.0)
+    rig.save(chain(1, 4))
+    with inject("file.pread", "pause", nth=1):
+        rig.start_load(chain(1, 4))
+        wait_paused("file.pread")
+        rig.close()
+        assert store._LEFT_BEHIND
+        closers = [thread for thread in threading.enumerate() if thread.name.startswith("sw-close-")]
+        resume("file.pread")
+        for closer in closers:
+            closer.join()
+    assert not store._LEFT_BEHIND
+
+
+def test_a_page_forgotten_after_a_refused_reopen_does_not_come_back(
+    open_rig: OpenRig, directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(shared=0, disk=VOLUME_BYTES, clock=ManualClock())
+    rig.save(chain(1, 4))
+    rig.save(chain(2, 4))
+    tier = rig.store._tiers[Tier.DISK]
+    assert isinstance(tier, VolumeTier)
+    held = []
+    monkeypatch.setattr(tier, "_stamp_recency_now", lambda _: held.append(rig.store.match(chain(1, 4))))
+    with pytest.raises(VolumeBusyError):
+        tier.reopen(rig.store._index)
+    monkeypatch.undo()
+    held[0].close()
+    assert rig.load(chain(1, 4)) == 4
+    rig.store.forget(chain(2, 4))
+    rig.close()
+    again = open_rig(shared=0, disk=VOLUME_BYTES)
+    assert again.load(chain(2, 4)) == 0
+    assert again.load(chain(1, 4)) == 4

@@ -216,9 +216,10 @@ class VolumeTier:
         self._stamp_recency_now(index)
         for member in self._members.values():
             index.close_slots(self._tier, member.base)
-        for member in self._members.values():
-            slots = index.take_victims(self._tier, member.count, member.base, even_held=True)
-            index.free_slots(self._tier, slots)  # their records stay: that is what is recovered
+        taken: dict[int, U32] = {}
+        for number, member in self._members.items():
+            taken[number] = index.take_victims(self._tier, member.count, member.base, even_held=True)
+            index.free_slots(self._tier, taken[number])  # their records stay: that is what is recovered
         pages, slots, numbers = index.claim_quarantined(
             self._tier, sum(member.count for member in self._members.values()), even_retired=True
         )
@@ -229,7 +230,8 @@ class VolumeTier:
             if not left:
                 self._let_go(number)
         if kept:
-            for member in self._members.values():
+            for number, member in self._members.items():
+                member.volume.retire(taken[number] - np.uint32(member.base))  # as in _stay()
                 index.open_slots(self._tier, member.base)
             raise VolumeBusyError(self._busy(kept))
         self.close(index)
