@@ -466,7 +466,7 @@ def contents(directory: Path) -> tuple[list[str], int]:
 
 
 def test_70_restarts_do_not_fill_shared_memory(directories: Directories, open_rig: OpenRig) -> None:
-    """55 of them by SIGKILL at random instants while it saves; another store lives beside it, and nothing of it goes.
+    """56 of them by SIGKILL at random instants while it saves; another store lives beside it, and nothing of it goes.
 
     cases.md C041: /dev/shm filled with what dead servers left.
     """

@@ -16,6 +16,7 @@ device pool's steps. Whatever is in flight, close and abort return everything ex
 from __future__ import annotations
 
 import collections
+import logging
 import operator
 import queue
 import threading
@@ -46,6 +47,7 @@ from stepwell.stats import Counters
 from stepwell.tiers.device import Arrays, DevicePool, StepHandle
 from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
 
+_LOG = logging.getLogger("stepwell")
 _NEW: Final = int(ClaimOutcome.NEW)
 _PENDING: Final = int(ClaimOutcome.PENDING)
 _PRESENT: Final = int(ClaimOutcome.PRESENT)
@@ -110,6 +112,11 @@ class _Gather:
 
     ticket: GatherTicket
     plan: Plan
+
+
+def _rows_of(plan: Plan, rows: slice) -> Plan:
+    """Return some pages of a plan, with slots of its own."""
+    return Plan(plan.pages[rows], plan.roles[rows], plan.slots[rows].copy(), plan.numbers[rows])
 
 
 class Sequence:
@@ -1037,26 +1044,32 @@ class Sequences:
             del gather  # else its device memory stays until the next one
 
     def _land(self, gather: _Gather) -> None:
-        """Wait for one gather and hand it to the mover; where it failed, return its claims."""
+        """Wait for one gather and hand it to the mover; where it failed, return its claims.
+
+        Whatever is raised costs the pages that the mover has not got, and neither the thread nor the gathers after it.
+        """
         try:
             views = gather.ticket.host_views()
-        except (DeviceResetError, RuntimeError, MemoryError):  # lost, or JAX could not bring the result to the host
+        except Exception as error:  # noqa: BLE001 lost, or JAX could not bring the result to the host, or worse
+            self._note_failed_gather(error)
             gather.ticket.release()
             self._give_up(gather.plan)
             return
         hold = _Hold(gather.ticket)
         first = 0
-        for view in views:
-            rows = slice(first, first + len(view))
-            first += len(view)
-            plan = Plan(
-                gather.plan.pages[rows],
-                gather.plan.roles[rows],
-                gather.plan.slots[rows].copy(),
-                gather.plan.numbers[rows],
-            )
-            plan.slots[:, POOL_COLUMN] = np.arange(len(view))
-            self._submit_gather(plan, view, hold)
+        try:
+            for view in views:
+                plan = _rows_of(gather.plan, slice(first, first + len(view)))
+                plan.slots[:, POOL_COLUMN] = np.arange(len(view))
+                self._submit_gather(plan, view, hold)
+                first += len(view)
+        except Exception as error:  # noqa: BLE001 no memory, most likely
+            self._note_failed_gather(error)
+            self._give_up(_rows_of(gather.plan, slice(first, None)))
+
+    def _note_failed_gather(self, error: Exception) -> None:
+        if not isinstance(error, (DeviceResetError, RuntimeError, MemoryError)):
+            _LOG.warning("pages that were published are not written through: %r", error)
 
     def wait_landed(self, timeout: float | None) -> bool:
         """Wait until every gather that was dispatched is with the mover. Queued ones wait for the engine's next step or
