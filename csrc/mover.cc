@@ -920,10 +920,17 @@ void Mover::Impl::release(const std::shared_ptr<Transfer>& transfer) noexcept {
   Transfer::Progress& progress = *transfer->progress_;
   if (progress.waits_for.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   if (progress.awaits) {
-    surely([&] {
+    try {
       reach("mover.begin_after");
       give_up_lost(*transfer);
-    });
+    } catch (...) {  // which of them have come is not known: none is tried
+      const Status reason = note_current_exception();
+      for (size_t i = 0; i < progress.pages.size(); ++i) {
+        if (!transfer->spec_.pages[i].is_awaited) continue;
+        progress.pages[i].is_lost = true;
+        progress.pages[i].failure = reason;
+      }
+    }
   }
   transfer->spec_.after.clear();
   if (progress.order.empty()) {

@@ -1672,11 +1672,26 @@ TEST_CASE("a poisoned mover ends what waits") {
   std::vector<Saved> saved;
   const auto bringer = world.submit(world.save_spec(1, 4, tiers({kHost}), &saved));
   const auto follower = world.submit(follower_spec(world, saved, bringer));
-  fault::arm("mover.begin_after", fault::Action::kErrno, 1, EIO);
+  fault::arm("mover.assertion", fault::Action::kErrno, 1, EIO);
   world.run();
   CHECK(follower->done());
   CHECK(World::all(follower, Status::kPoisoned));
   CHECK(world.mover->poisoned());
+}
+
+TEST_CASE("an exception while a transfer is begun after others costs what it awaits") {
+  World world;
+  std::vector<Saved> saved;
+  const auto bringer = world.submit(world.save_spec(1, 4, tiers({kHost}), &saved));
+  const auto follower = world.submit(follower_spec(world, saved, bringer));
+  fault::arm("mover.begin_after", fault::Action::kErrno, 1, ENOMEM);
+  world.run();
+  CHECK(World::all(bringer, Status::kOk));
+  CHECK(follower->done());
+  CHECK(World::all(follower, Status::kFailed));
+  CHECK(!world.mover->poisoned());
+  CHECK(world.is_painted(std::byte{0xee}));
+  world.check_settled();
 }
 
 TEST_CASE("what is awaited must be a source in host memory") {

@@ -160,3 +160,17 @@ def test_a_volume_that_could_not_be_read_is_tried_again(open_rig: OpenRig, direc
         reader.store._look_at_neighbours()
     assert reader.load(chain(1, 3)) == 3
     assert np.array_equal(reader.rows[:3], stamps(chain(1, 3)))
+
+
+def test_no_memory_while_a_load_is_begun_behind_a_copy_costs_that_load_alone(open_rig: OpenRig) -> None:
+    owner, reader = open_rig(disk=0), open_rig(disk=0)
+    owner.save(chain(1, 3))
+    reader.round()
+    with faults.inject("foreign.read", "pause", nth=1):
+        transfer = start_load(reader, 3)
+        faults.wait_paused("foreign.read")
+        faults._core.fault_arm("mover.begin_after", "errno", 1, errno.ENOMEM)
+        faults.resume("foreign.read")
+        assert transfer.wait(10.0)
+    assert transfer.ok_pages == 0
+    assert reader.load(chain(1, 3)) == 3, "the store is not poisoned"
