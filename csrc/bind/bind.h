@@ -22,6 +22,22 @@ namespace nb = nanobind;
 
 namespace stepwell::bind {
 
+// Takes the GIL again, or stays here for ever: a thread that comes for it while the interpreter ends is ended by it
+// (Python before 3.14), by unwinding through frames that may not be left that way, and that aborts the process.
+void take_gil(PyThreadState* state);
+
+// Lets go of the GIL for as long as it lives. In place of nanobind's own, which a call that returns that late aborts.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() { take_gil(state_); }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 template <typename T>
 using Array1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
@@ -55,7 +71,7 @@ template <typename T, typename... Args>
 std::shared_ptr<T> made_to_end_without_gil(Args&&... args) {
   auto made = std::make_unique<T>(std::forward<Args>(args)...);
   return std::shared_ptr<T>(made.release(), [](T* ending) {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     const std::unique_ptr<T> owned(ending);
   });
 }

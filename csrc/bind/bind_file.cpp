@@ -38,7 +38,7 @@ int64_t checked(int64_t result, nb::handle path = nb::none()) {
 // Runs a call of the file layer without the GIL.
 template <typename Call>
 int64_t released(Call call) {
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   return call();
 }
 
@@ -163,7 +163,7 @@ void bind_file(nb::module_& module) {
       .def(nb::new_(&made_to_end_without_gil<Descriptor, int>), nb::arg("fd"))
       .def("fileno", &fileno_of, "Return the number. Raises ValueError once closed, detached, or in a forked child.")
       .def("detach", &detach, "Return the number and give up owning it; it stays registered for its next owner.")
-      .def("close", &Descriptor::reset, nb::call_guard<nb::gil_scoped_release>(), "Close it, if it is open.")
+      .def("close", &Descriptor::reset, nb::call_guard<GilRelease>(), "Close it, if it is open.")
       .def_prop_ro("closed", [](const Descriptor& descriptor) { return !descriptor.valid(); });
 
   nb::class_<FileStat>(module, "FileStat", "Describe a file, never followed through a symbolic link.")

@@ -67,14 +67,14 @@ void bind_neighbours(nb::module_& module) {
           [](Foreign& self, const VolumeHeader& header, int metadata_fd, int pages_fd) {
             Descriptor metadata(metadata_fd);
             Descriptor pages(pages_fd);
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return self.attach(header, std::move(metadata), std::move(pages));
           },
           nb::arg("header"), nb::arg("metadata_fd"), nb::arg("pages_fd") = -1,
           "Take a volume's files, also where it raises ValueError: it is of another shape. Returns its number.")
-      .def("detach", &Foreign::detach, nb::arg("volume"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("detach", &Foreign::detach, nb::arg("volume"), nb::call_guard<GilRelease>(),
            "Forget a volume and its pages.")
-      .def("poll", &Foreign::poll, nb::call_guard<nb::gil_scoped_release>(),
+      .def("poll", &Foreign::poll, nb::call_guard<GilRelease>(),
            "Read what has changed. Returns the numbers of volumes that cannot be used any more.")
       .def(
           "find_run",
@@ -83,7 +83,7 @@ void bind_neighbours(nb::module_& module) {
             if (prior && prior->size() != 32) throw nb::value_error("what a page is hashed on has 32 bytes");
             const auto* before = prior ? reinterpret_cast<const uint8_t*>(prior->c_str()) : nullptr;
             const auto total = static_cast<uint32_t>(tokens.shape(0) / index.page_tokens());
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return self.find_run(index, before, tokens.data(), std::min(first, total), total, epoch,
                                  static_cast<TierMask>(usable));
           },
@@ -100,7 +100,7 @@ void bind_neighbours(nb::module_& module) {
               std::memcpy(list[i].bytes.data(), keys.data() + i * length, length);
               list[i].length = static_cast<uint8_t>(length);
             }
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return self.find_keys(index, list.data(), static_cast<uint32_t>(n), kind, epoch,
                                   static_cast<TierMask>(usable));
           },

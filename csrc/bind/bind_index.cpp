@@ -15,7 +15,7 @@ namespace stepwell::bind {
 
 namespace {
 
-using Release = nb::call_guard<nb::gil_scoped_release>;
+using Release = nb::call_guard<GilRelease>;
 
 Tier to_tier(int tier) {
   if (tier < 0 || tier >= kTiers) throw nb::value_error("a tier is 0 (device), 1 (host), 2 (shared) or 3 (disk)");
@@ -83,7 +83,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> for_each(Index& index, const Array1
   const Tier checked = to_tier(tier);
   std::vector<uint8_t> out(pages.shape(0));
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
     for (size_t i = 0; i < out.size(); ++i) {
       out[i] = static_cast<uint8_t>((index.*method)(pages.data()[i], checked, numbers.data()[i]));
     }
@@ -186,7 +186,7 @@ void bind_index(nb::module_& module) {
             std::vector<PageId> pages;
             std::vector<uint32_t> slots;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.pin_resident(to_tier(tier), after.value_or(kNoPage), n, &pages, &slots);
             }
             return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(slots)));
@@ -254,7 +254,7 @@ void bind_index(nb::module_& module) {
             std::vector<uint8_t> tiers(most);
             uint32_t n;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               n = self.lease_pages(lease, first, most, pages.data(), tiers.data(), slots.data());
             }
             pages.resize(n);
@@ -305,7 +305,7 @@ void bind_index(nb::module_& module) {
             std::vector<uint8_t> tiers, residencies;
             std::vector<uint32_t> slots, numbers;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.lease_states(lease, &pages, &tiers, &slots, &numbers, &residencies);
             }
             return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(tiers)), to_numpy(std::move(slots)),
@@ -366,7 +366,7 @@ void bind_index(nb::module_& module) {
             const Key parent_key = to_key(parent, state == ParentState::kKnown ? 1 : 0);
             ClaimBatch out;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               const std::vector<Key> list = to_keys(keys);
               self.claim_absent_keys(list.data(), static_cast<uint32_t>(list.size()), kind, state, parent_key,
                                      to_mask(tiers), &out, row_tiers ? row_tiers->data() : nullptr);
@@ -432,7 +432,7 @@ void bind_index(nb::module_& module) {
           [](const Index& self, const Array1<uint32_t>& pages) {
             std::vector<Label> labels(pages.shape(0));
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.labels(pages.data(), labels.size(), labels.data());
             }
             std::vector<std::tuple<nb::bytes, nb::bytes, int, int, uint32_t, uint64_t>> out;
@@ -449,7 +449,7 @@ void bind_index(nb::module_& module) {
           [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range) {
             std::vector<Victim> victims;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.claim_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &victims);
             }
             return to_arrays(victims);
@@ -460,7 +460,7 @@ void bind_index(nb::module_& module) {
           [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range, bool even_held) {
             std::vector<uint32_t> slots;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.take_victims(to_tier(tier), n, only_range.value_or(kNoSlot), &slots, even_held);
             }
             return to_numpy(std::move(slots));
@@ -484,7 +484,7 @@ void bind_index(nb::module_& module) {
           [](Index& self, int tier, uint32_t n, bool even_retired) {
             std::vector<Victim> victims;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.claim_quarantined(to_tier(tier), n, &victims, even_retired);
             }
             return to_arrays(victims);
@@ -501,7 +501,7 @@ void bind_index(nb::module_& module) {
           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint32_t keep_pages, int tiers) {
             std::vector<Victim> victims[kTiers];
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.claim_chain(name_space, tokens.data(), tokens.shape(0), keep_pages, to_mask(tiers), victims);
             }
             std::vector<VictimArrays> out;
@@ -517,7 +517,7 @@ void bind_index(nb::module_& module) {
             if (n > self.counts(checked).free) return std::nullopt;  // before room is made for the answer
             std::vector<uint32_t> slots(n);
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               if (!self.take_private(checked, n, slots.data())) slots.clear();
             }
             if (slots.size() != n) return std::nullopt;
@@ -557,7 +557,7 @@ void bind_index(nb::module_& module) {
             std::vector<uint8_t> outcomes(n);
             std::vector<PageId> published(n);
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               const std::vector<Key> list = to_keys(keys);
               for (size_t i = 0; i < n; ++i) {
                 outcomes[i] = static_cast<uint8_t>(self.publish_private(
@@ -587,7 +587,7 @@ void bind_index(nb::module_& module) {
             const Tier checked = to_tier(tier);
             std::vector<uint8_t> accepted(n);
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               std::vector<Label> labels(n);
               for (size_t i = 0; i < n; ++i) {
                 Label& label = labels[i];
@@ -614,7 +614,7 @@ void bind_index(nb::module_& module) {
           [](const Index& self, int tier) {
             std::vector<uint32_t> slots;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.rank_order(to_tier(tier), &slots);
             }
             return to_numpy(std::move(slots));
@@ -626,7 +626,7 @@ void bind_index(nb::module_& module) {
             std::vector<uint32_t> slots;
             std::vector<uint64_t> stamps;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.take_stamps(to_tier(tier), most, &slots, &stamps);
             }
             return std::tuple(to_numpy(std::move(slots)), to_numpy(std::move(stamps)));
@@ -634,8 +634,8 @@ void bind_index(nb::module_& module) {
           nb::arg("tier"), nb::arg("most"))
       .def(
           "has_stamps", [](const Index& self, int tier) { return self.has_stamps(to_tier(tier)); }, nb::arg("tier"),
-          nb::call_guard<nb::gil_scoped_release>())
-      .def("stand_clock_at", &Index::stand_clock_at, nb::arg("ns"), nb::call_guard<nb::gil_scoped_release>(),
+          nb::call_guard<GilRelease>())
+      .def("stand_clock_at", &Index::stand_clock_at, nb::arg("ns"), nb::call_guard<GilRelease>(),
            "From now on the wall clock stands there; 0: it runs. For tests.")
       .def(
           "state",
@@ -653,7 +653,7 @@ void bind_index(nb::module_& module) {
             std::vector<uint8_t> out(list.size());
             uint32_t run;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               run = self.probe(list.data(), static_cast<uint32_t>(list.size()), kind, tiers, out.data());
             }
             return std::tuple(run, to_numpy(std::move(out)));
@@ -665,7 +665,7 @@ void bind_index(nb::module_& module) {
             const Tier checked = to_tier(tier);
             TierCounts counts;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               counts = self.counts(checked);
             }
             nb::typed<nb::dict, nb::str, int> out;
@@ -688,7 +688,7 @@ void bind_index(nb::module_& module) {
           [](const Index& self, uint32_t most) {
             TreeEdges edges;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               self.tree(most, &edges);
             }
             const size_t n = edges.parents.size();

@@ -109,7 +109,7 @@ bool wait_interruptibly(const TransferHandle& self, std::optional<double> timeou
       slice = std::clamp(left, 0.0, slice);
     }
     {
-      nb::gil_scoped_release release;
+      GilRelease release;
       if ((transfer.*wait)(slice)) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -132,7 +132,7 @@ class MoverHandle {
               MoverOptions options)
       : index_(index), mover_(std::make_unique<Mover>(options, shape, index, media, foreign)) {}
   ~MoverHandle() {
-    nb::gil_scoped_release release;  // joins workers
+    GilRelease release;  // joins workers
     mover_.reset();
   }
   MoverHandle(const MoverHandle&) = delete;
@@ -175,7 +175,7 @@ class MoverHandle {
     std::shared_ptr<Transfer> transfer;
     Status status = Status::kInvalid;
     try {
-      nb::gil_scoped_release release;
+      GilRelease release;
       std::vector<Label> labels(count);
       index_->labels(pages.data(), count, labels.data());
       spec.pages.resize(count);
@@ -226,7 +226,7 @@ nb::tuple by_column(const std::array<uint64_t, kTiers>& values) {
 nb::typed<nb::dict, nb::str, nb::any> stats(MoverHandle& self) {
   MoverStats stats;
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
     stats = self.mover().stats();
   }
   nb::typed<nb::dict, nb::str, nb::any> result;
@@ -381,7 +381,7 @@ void bind_transfer(nb::module_& module) {
           "close_gate",
           [](const TransferHandle& self) {
             Transfer& transfer = *self;
-            nb::gil_scoped_release release;
+            GilRelease release;
             transfer.close_gate();
           },
           "Return when no byte can land in the lent pool any more; pages that had not landed report `deadline`.")
@@ -389,7 +389,7 @@ void bind_transfer(nb::module_& module) {
           "abandon",
           [](const TransferHandle& self, Status status) {
             Transfer& transfer = *self;
-            nb::gil_scoped_release release;
+            GilRelease release;
             transfer.abandon(status);
           },
           nb::arg("status"),
@@ -464,7 +464,7 @@ void bind_mover_class(nb::module_& module) {
             self.drain_retired();
             bool finished = false;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               finished = self.mover().drain(timeout, close);
             }
             self.drain_retired();
@@ -478,7 +478,7 @@ void bind_mover_class(nb::module_& module) {
           "step",
           [](MoverHandle& self, int queue) {
             self.drain_retired();
-            nb::gil_scoped_release release;
+            GilRelease release;
             return self.mover().step(queue);
           },
           nb::arg("queue"),
@@ -491,7 +491,7 @@ void bind_mover_class(nb::module_& module) {
           [](MoverHandle& self) {
             bool joined = false;
             {
-              nb::gil_scoped_release release;
+              GilRelease release;
               joined = self.mover().join();
             }
             if (joined) self.drain_retired();

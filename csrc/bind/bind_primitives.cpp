@@ -28,7 +28,7 @@ constexpr size_t kReleaseBytes = 4096;
 template <typename Work>
 auto without_gil(size_t bytes, Work work) {
   if (bytes < kReleaseBytes) return work();
-  nb::gil_scoped_release release;
+  GilRelease release;
   return work();
 }
 
@@ -311,7 +311,7 @@ void bind_fault(nb::module_& module) {
   module.def("fault_reached", &fault::reached, nb::arg("name"), "Count how often a point was reached while armed.");
   module.def("fault_paused", &fault::paused, nb::arg("name"), "Count the threads that stand at a point.");
   module.def("fault_wait_paused", &fault::wait_paused, nb::arg("name"), nb::arg("timeout"),
-             nb::call_guard<nb::gil_scoped_release>(),
+             nb::call_guard<GilRelease>(),
              "Wait, at most `timeout` seconds, until a thread stands at a point. False: none came.");
 }
 

@@ -83,7 +83,7 @@ Status write_whole(Medium& medium, const PageShape& shape, uint32_t slot, const 
                    Scratch* scratch) {
   check_page(shape, data.size());
   const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   Scratch own;
   return write_page(medium, shape, slot, label, bytes, scratch == nullptr ? own : *scratch);
 }
@@ -92,7 +92,7 @@ Status read_whole(Medium& medium, const PageShape& shape, uint32_t slot, const L
                   const MutablePageBytes& out, Scratch* scratch) {
   check_page(shape, out.size());
   auto* bytes = reinterpret_cast<std::byte*>(out.data());
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   Scratch own;
   return read_page(medium, shape, slot, label, bytes, scratch == nullptr ? own : *scratch);
 }
@@ -104,7 +104,7 @@ void bind_medium(nb::module_& module) {
       [](Medium& medium, Array1<uint32_t> slots) {
         std::vector<uint8_t> statuses(slots.size());
         {
-          const nb::gil_scoped_release release;
+          const GilRelease release;
           for (size_t i = 0; i < slots.size(); ++i) statuses[i] = static_cast<uint8_t>(medium.retire(slots.data()[i]));
         }
         return to_numpy(std::move(statuses));
@@ -114,7 +114,7 @@ void bind_medium(nb::module_& module) {
   cls.def(
       "rewrite_and_check",
       [](Medium& medium, uint32_t slot) {
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         Scratch scratch;
         return medium.rewrite_and_check(slot, scratch);
       },
@@ -184,7 +184,7 @@ Recovered recover(Volume& volume, uint64_t epoch) {
   Status status;
   RecoveredColumns columns;
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     std::vector<RecoveredPage> pages;
     status = volume.recover(epoch, &pages, &counts);
     columns = columns_of(pages);
@@ -344,7 +344,7 @@ void bind_volumes(nb::module_& module) {
           "write_recency",
           [](Volume& self, Array1<uint32_t> slots, Array1<uint64_t> stamps) {
             if (slots.size() != stamps.size()) throw nb::value_error("slots and stamps differ in length");
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return self.write_recency(slots.data(), stamps.data(), slots.size());
           },
           nb::arg("slots"), nb::arg("stamps"), "Write the stamps of slots: the order of pages, FORMAT.md 2.4.")
@@ -352,18 +352,18 @@ void bind_volumes(nb::module_& module) {
           "write_boot_id",
           [](Volume& self, nb::bytes boot_id) {
             const auto id = array_of<16>(boot_id, "boot_id");
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return self.write_boot_id(id);
           },
           nb::arg("boot_id"), "Rewrite the header with another boot id: bytes, 16 of them.")
       .def(
           "prefault",
           [](Volume& self, const StopFlag& stop) {
-            const nb::gil_scoped_release release;
+            const GilRelease release;
             return self.prefault(stop.address());
           },
           nb::arg("stop"), "Touch every page of the mapping; CANCELLED where stop was set. Nothing to do on disk.")
-      .def("sync", &Volume::sync, nb::call_guard<nb::gil_scoped_release>(), "Make all that the files hold durable.")
+      .def("sync", &Volume::sync, nb::call_guard<GilRelease>(), "Make all that the files hold durable.")
       .def_prop_ro("is_suspect", &Volume::is_suspect, "Whether a sync failed: it takes no page until opened anew.")
       .def_prop_ro("syncs", &Volume::syncs, "Syncs so far.")
       .def("leave_mapping", &Volume::leave_mapping,
@@ -444,7 +444,7 @@ Status read_foreign(const PageShape& shape, const VolumeHeader& header, int meta
   if (mapped) mapping = std::make_unique<ForeignMapping>(metadata_fd, header.metadata_bytes);
   const int pages = header.medium == VolumeMedium::kShared ? metadata_fd : pages_fd;
   auto* target = reinterpret_cast<std::byte*>(out.data());
-  const nb::gil_scoped_release release;
+  const GilRelease release;
   return read_foreign_page(shape, header, metadata_fd, pages, mapped ? mapping->address() : nullptr, slot, generation,
                            wanted, target);
 }
@@ -455,7 +455,7 @@ std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& 
   std::array<std::byte, kRecordBytes> bytes;
   int result = 0;
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     result =
         file::pread_all(metadata_fd, bytes.data(), bytes.size(), header.records_offset + uint64_t{kRecordBytes} * slot);
   }
@@ -501,7 +501,7 @@ Records read_records(const VolumeReader& reader, uint32_t first, uint32_t count)
   std::vector<uint32_t> damaged;
   EmptySlots empty;
   {
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     std::vector<RecoveredPage> pages;
     status = reader.read_records(first, count, &pages, &damaged, &empty);
     columns = columns_of(pages);
@@ -566,7 +566,7 @@ void bind_reader(nb::module_& module) {
           [](VolumeReader& self, Array1<uint32_t> slots) {
             std::vector<PageCheck> checks;
             {
-              const nb::gil_scoped_release release;
+              const GilRelease release;
               for (size_t i = 0; i < slots.size(); ++i) checks.push_back(self.check_page(slots.data()[i]));
             }
             return checks;

@@ -24,6 +24,7 @@ from stepwell.testing.faults import inject, resume, wait_paused
 from stepwell.tiers.volume_tier import VolumeTier
 from store_kit import GEOMETRY, PAGE_BYTES, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
 from test_degrade import flip, look_until_stuck, state
+from test_store_faults import run_script
 
 OpenRig = Callable[..., Rig]
 MANY = 24
@@ -158,3 +159,20 @@ def test_a_page_forgotten_after_a_refused_reopen_does_not_come_back(
     again = open_rig(shared=0, disk=VOLUME_BYTES)
     assert again.load(chain(2, 4)) == 0
     assert again.load(chain(1, 4)) == 4
+
+
+@pytest.mark.parametrize("point", ["file.pread", "file.pwrite"])
+def test_a_call_that_returns_while_the_interpreter_ends_aborts_no_process(
+    directories: Directories, open_rig: OpenRig, point: str
+) -> None:
+    script = (
+        "import atexit, msgspec; rig.store._config = msgspec.structs.replace(rig.store._config, close_timeout=0.0)\n"
+        "from stepwell.testing.faults import wait_paused\nfrom stepwell import _core\n"
+        "rig.save(chain(1, 4)); rig.store.evict(Tier.SHARED, 4)\n"
+        f"_core.fault_arm('{point}', 'pause', 1, 0)\n"
+        f"rig.start_load(chain(1, 4)) if '{point}' == 'file.pread' else rig.save(chain(2, 4), wait=False)\n"
+        f"wait_paused('{point}'); rig.close(); atexit.register(_core.fault_clear)\n"
+    )
+    done = run_script(script, directories)
+    assert done.returncode == 0, done.stderr
+    assert open_rig(shared=VOLUME_BYTES, disk=VOLUME_BYTES).load(chain(1, 4)) == 4
