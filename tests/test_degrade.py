@@ -181,6 +181,57 @@ def test_a_tier_that_cannot_be_written_is_read_on(
     assert rig.pages(Tier.DISK) >= 8
 
 
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_however_many_writes_find_no_room_reads_go_on(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    clock = ManualClock()
+    rig = open_rig(**DISK_ONLY, clock=clock)
+    rig.save(chain(1, 4))
+    with inject("file.pwrite", "errno", value=error):
+        rig.save(chain(2, MANY))
+        for _ in range(6):
+            rig.round()
+            assert state(rig) == "read-only"
+            clock.advance(2.0)
+        assert errno.errorcode[error] in rig.store.stats().tiers["disk"].reason
+        assert len(lines(caplog, "disk tier")) == 1
+        assert rig.load(chain(1, 4)) == 4
+
+
+def test_a_read_only_tier_whose_reads_fail_too_goes_out_and_that_is_said(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(**DISK_ONLY, clock=ManualClock())
+    rig.save(chain(1, MANY))
+    with inject("file.pwrite", "errno", value=errno.EROFS):
+        rig.save(chain(2, 2))
+        rig.round()
+        assert state(rig) == "read-only"
+    with inject("file.pread", "errno", value=errno.EIO):
+        rig.load(chain(1, MANY))
+        rig.round()
+        assert state(rig) == "out"
+    assert "EIO" in lines(caplog, "out of service")[0]
+
+
+def test_nothing_leaves_a_tier_that_takes_no_pages(open_rig: OpenRig) -> None:
+    clock = ManualClock()
+    rig = open_rig(**DISK_ONLY, clock=clock, low_watermark=0.5, high_watermark=0.5)
+    capacity = rig.store.stats().tiers["disk"].capacity
+    rig.save(chain(1, 3 * capacity // 4))
+    with inject("file.pwrite", "errno", value=errno.EROFS):
+        rig.save(chain(2, 2))
+        rig.store._look_after(rig.store._copies.mover)  # type: ignore[arg-type]
+        assert state(rig) == "read-only"
+        kept = rig.pages(Tier.DISK)
+        for number in range(3, 6):
+            rig.save(chain(number, capacity // 2))
+            clock.advance(2.0)
+            rig.round()
+        assert rig.pages(Tier.DISK) == kept
+
+
 def test_a_store_whose_only_tier_is_read_only_knows_what_it_has(open_rig: OpenRig) -> None:
     rig = open_rig(**DISK_ONLY, clock=ManualClock())
     rig.save(chain(1, 4))

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -92,13 +92,15 @@ class _Place:
     reason: str = ""
     trips: int = 0
     probes: int = 0
-    window: deque[tuple[float, Calls]] = field(default_factory=deque)
+    window: deque[tuple[float, Calls]] = field(default_factory=deque)  # without those that found no room
+    no_room: int = 0  # writes that found none: they make it read-only, and take no reads away
     stuck_since: dict[int, tuple[int, float]] = field(default_factory=dict)  # worker -> (call, first seen)
     is_stuck: bool = False
     wait: float = PROBE_SECONDS
     probe_at: float = 0.0
     back_at: float = float("-inf")
     said_at: float = float("-inf")
+    said: TierState = TierState.SERVING
     unsaid: int = 0
 
 
@@ -158,15 +160,18 @@ class Health:
         with self._lock:
             at = self._clock.monotonic()
             before = place.window[-1][1]
+            new = now.write_errors - place.no_room - before.write_errors
+            found_no_room = new > 0 and now.write_errno in _NO_ROOM
+            if found_no_room:
+                place.no_room += new
+            now = replace(now, calls=now.calls - place.no_room, write_errors=now.write_errors - place.no_room)
             place.window.append((at, now))
             while len(place.window) > 1 and place.window[1][0] <= at - WINDOW_SECONDS:
                 place.window.popleft()
             first = place.window[0][1]
-            if now.write_errors > before.write_errors and now.write_errno in _NO_ROOM:
-                if place.state is TierState.SERVING:
-                    reason = f"a write failed: {_named(now.write_errno)}"
-                    self._trip(tier, place, TierState.READ_ONLY, reason, now.write_errno)
-                return
+            if found_no_room and place.state is TierState.SERVING:
+                reason = f"a write failed: {_named(now.write_errno)}"
+                self._trip(tier, place, TierState.READ_ONLY, reason, now.write_errno)
             failed = now.read_errors + now.write_errors - first.read_errors - first.write_errors
             tried = max(now.calls - first.calls, failed)
             if place.state is TierState.OUT or failed < MOST_ERRORS or failed < ERROR_SHARE * tried:
@@ -272,11 +277,12 @@ class Health:
         # One that came back a moment ago has not recovered: it is tried ever more seldom.
         place.wait = min(2 * place.wait, MOST_PROBE_SECONDS) if at - place.back_at < LOG_SECONDS else PROBE_SECONDS
         place.probe_at = at + place.wait
-        if at - place.said_at < LOG_SECONDS:
+        is_worse = state is TierState.OUT and place.said is TierState.READ_ONLY
+        if at - place.said_at < LOG_SECONDS and not is_worse:
             place.unsaid += 1
             return
         more = f" ({place.unsaid} times more since the last line)" if place.unsaid else ""
-        place.said_at, place.unsaid = at, 0
+        place.said_at, place.said, place.unsaid = at, state, 0
         what = "is read-only" if state is TierState.READ_ONLY else "is out of service"
         _LOG.warning(
             "%s tier: %s %s: %s%s. The other tiers serve on; it is tried again by itself. To mend it: %s; "

@@ -168,11 +168,13 @@ class Room:
 
         The first two happen ahead of need in the background; this is for what comes faster than that. A probe's lease
         is a courtesy: whoever asks for every key again and again would keep every page for ever
-        (kvcache-ai/Mooncake#2187).
+        (kvcache-ai/Mooncake#2187). A tier that takes no pages needs no room: there nothing leaves.
 
         Args:
             patience: seconds to wait for the keeper to take memory, where there may be some.
         """
+        if not self.health.is_writable(tier):
+            return
         give_up_at = time.monotonic() + patience
         while (lacking := pages - self._index.claimable(tier)) > 0:
             if not self._grows(tier, pages, give_up_at - time.monotonic()):
@@ -232,13 +234,14 @@ class Room:
         self.take_memory(tier)
         counts = self._index.counts(tier)
         self.health.observe_quarantine(tier, counts["quarantined"], counts["capacity"])
-        if self.health.of(tier).state is not TierState.OUT:
+        if self.is_writable(tier):
             low_pages, high_pages = (max(1, int(counts["capacity"] * share)) for share in (low, high))
             self.evict(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
-        self.mend(tier)
+        if self.health.of(tier).state is not TierState.READ_ONLY:  # there each try would fail, and count as its last
+            self.mend(tier)
         if self.health.is_due(tier):
             self.health.probed(tier, self.probe(tier))
-        if self.health.of(tier).state is TierState.OUT and counts["capacity"] > 0:
+        if not self.is_writable(tier) and counts["capacity"] > 0:
             # Its volumes are of use to neighbours still: what they lack is given back, and nothing is evicted for us.
             self._tiers[tier].tick(self._index, low_pages=0, high_pages=0)
         return is_busy or self._index.counts(tier)["arriving"] > 0
