@@ -71,11 +71,11 @@ class Staging:
         )
 
     def offers(self, keys: npt.NDArray[np.uint8], kind: int) -> bool:
-        """Say whether a neighbour has the page of the first key, and we have not."""
+        """Say whether the page of the first key can be had all the same: a neighbour has it, or it has just come."""
         if len(keys) == 0 or self._foreign.pages == 0:
             return False
         found = self._foreign.find_keys(self._index, keys[:1], kind, self._copies.epoch.number, self._room.readable)
-        return found.foreign > 0
+        return bool(found.pages > 0)
 
     def _is_worth_it(self, found: MatchResult) -> bool:
         return self._foreign.pages > 0 and self._room.has_staging and Miss(found.miss) in _OPEN_ENDS
