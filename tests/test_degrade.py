@@ -21,6 +21,9 @@ from stepwell.keeper import Keeper, Keepers
 from stepwell.mover import SaveOutcome
 from stepwell.store import PageStore, Reopened
 from stepwell.testing.faults import inject, resume, wait_paused
+from stepwell.tiers.directory import Full as DirectoryFull
+from stepwell.tiers.directory import HeldVolume
+from stepwell.tiers.volume_tier import GROW_RETRY, VolumeTier
 from store_kit import (
     PAGE_BYTES,
     PAGE_TOKENS,
@@ -849,6 +852,50 @@ def test_the_keeper_survives_whatever_a_round_raises(caplog: pytest.LogCaptureFi
         "background round: KeyError: 'two'",
         "background round: OSError: three",
     ]
+
+
+def test_an_error_that_names_another_volume_each_time_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Semaphore(0)
+
+    class Owner:
+        errors = 0
+
+        def tick(self) -> bool:
+            done.release()
+            self.errors += 1
+            number = errno.EROFS if self.errors < 6 else errno.EIO
+            raise OSError(number, os.strerror(number), f"{os.urandom(16).hex()}.lock")
+
+    owner = Owner()
+    keeper = Keeper(owner.tick, interval=0.0)
+    keeper.start()
+    for _ in range(9):
+        done.acquire()
+    assert keeper.stop()
+    assert len(lines(caplog, "Read-only")) == 1
+    assert len(lines(caplog, "Input/output")) == 1
+
+
+def test_growth_that_fails_is_not_tried_at_once_again(open_rig: OpenRig) -> None:
+    clock = ManualClock()
+    rig = open_rig(shared=0, disk=4 * VOLUME_BYTES, clock=clock)
+    pages, index = rig.store._tiers[Tier.DISK], rig.store._index
+    assert isinstance(pages, VolumeTier)
+    pages._directory.grow = broken_growth  # type: ignore[method-assign]
+    lacking = index.counts(Tier.DISK)["capacity"] + 1
+    with pytest.raises(TierIOError, match="broken"):
+        pages.grow(index, lacking)
+    for _ in range(3):
+        pages.grow(index, lacking)
+        pages.tick(index, low_pages=lacking, high_pages=lacking)
+    assert not pages.may_grow, "a save does not wait for it"
+    clock.advance(GROW_RETRY)
+    with pytest.raises(TierIOError, match="broken"):
+        pages.grow(index, lacking)
+
+
+def broken_growth(lock_timeout: float | None = None) -> HeldVolume | DirectoryFull:
+    raise TierIOError(errno.EROFS, "broken", "/")
 
 
 def test_a_round_that_does_not_return_keeps_no_other_from_running() -> None:

@@ -11,6 +11,7 @@ else's round from running.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import weakref
@@ -25,13 +26,14 @@ BUSY_INTERVAL = 0.08
 """Seconds between two rounds while the store is used: a death loses the order of at most the last 100 ms."""
 _SAY_AGAIN_SECONDS: Final = 60.0
 _MOST_SAID: Final = 256
+_VARYING: Final = re.compile(r"[0-9a-f]{32}|\d+")
 LIVELY_INTERVAL = 0.05
 
 
 class Keeper:
     """Call `tick`, a bound method, from one thread until stopped. It says whether there will be more to do soon.
 
-    Invariant: never two ticks at once; a tick that raises is logged (each message at most once a minute) and the next
+    Invariant: never two ticks at once; a tick that raises is logged (each kind at most once a minute) and the next
     one runs. The thread does not keep the method's owner alive: it ends when that has gone.
     """
 
@@ -51,7 +53,7 @@ class Keeper:
         self._is_used = False
         self._is_idle = False
         self._stopping = False
-        self._said: dict[str, float] = {}
+        self._said: dict[str, float] = {}  # by kind of error
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -118,12 +120,15 @@ class Keeper:
 
     def _say(self, error: Exception) -> None:
         text, now = f"{type(error).__name__}: {error}", time.monotonic()
-        if now - self._said.get(text, float("-inf")) < _SAY_AGAIN_SECONDS:
+        # What goes wrong again is the same although it names another volume, or another number of bytes.
+        number = error.errno if isinstance(error, OSError) else None
+        kind = f"{number} {_VARYING.sub('*', text)}"
+        if now - self._said.get(kind, float("-inf")) < _SAY_AGAIN_SECONDS:
             return
         self._said = {said: at for said, at in self._said.items() if now - at < _SAY_AGAIN_SECONDS}
         if len(self._said) >= _MOST_SAID:
             return
-        self._said[text] = now
+        self._said[kind] = now
         is_the_worlds = isinstance(error, (StepwellError, OSError))
         _LOG.warning("background round: %s", text, exc_info=None if is_the_worlds else error)
 

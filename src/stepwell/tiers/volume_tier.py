@@ -44,7 +44,7 @@ STAMPS_AT_ONCE: Final = 16384
 STAMPS_A_ROUND: Final = 2**22
 """The most that one round writes, while others are made meanwhile."""
 GROW_RETRY: Final = 2.0
-"""Seconds between two attempts to grow a directory that was full: each is a scan under the directory's lock."""
+"""Seconds between two attempts to grow a directory that was full, or failed: each is a scan under its lock."""
 FLOOR_RETRY: Final = 0.05
 """The same while this process is below its floor: a neighbour answers within a second, and its own look at what is
 wanted must find the lock free now and then."""
@@ -414,6 +414,9 @@ class VolumeTier:
             if not self._has_said_busy and now - self._busy_since >= BUSY_SECONDS:
                 self._has_said_busy = True
                 _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
+        except OSError:
+            self._retry_in(GROW_RETRY)  # a disk that cannot be written now: each save would ask it again
+            raise
         return False
 
     def _retry_in(self, seconds: float) -> None:
