@@ -15,7 +15,7 @@ import pytest
 from stepwell import _core
 from stepwell.clock import ManualClock
 from stepwell.errors import PoisonedError, StepwellUsageError, TierIOError, VolumeBusyError
-from stepwell.health import MOST_ERRORS, MOST_PROBE_SECONDS, STUCK_SECONDS, most_quarantined
+from stepwell.health import MOST_ERRORS, MOST_PROBE_SECONDS, STUCK_SECONDS, Calls, Health, most_quarantined
 from stepwell.index import Tier
 from stepwell.keeper import Keeper, Keepers
 from stepwell.mover import SaveOutcome
@@ -322,6 +322,48 @@ def test_a_tier_that_a_failed_reopen_left_without_a_volume_comes_back_by_itself(
     rig.round()
     assert state(rig) == "serving"
     assert rig.load(chain(1, 4)) == 4
+
+
+def test_a_reopen_that_fails_says_why_in_the_stats_and_once_in_the_log(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(**TWO_ON_DISK, clock=ManualClock())
+    rig.save(chain(1, 4))
+    with inject("file.pread", "errno", value=errno.EIO):
+        for _ in range(2):
+            with pytest.raises(TierIOError):
+                rig.store.reopen(Tier.DISK)
+            assert "Input/output" in rig.store.stats().tiers["disk"].reason
+            assert state(rig) == "out"
+    assert len(lines(caplog, "reopening it failed")) == 1
+    rig.store.reopen(Tier.DISK)
+    assert rig.store.stats().tiers["disk"].reason == ""
+    assert len(lines(caplog, "serves again")) == 1
+
+
+@pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
+def test_reopening_a_tier_that_serves_warns_of_nothing_and_counts_its_pages_once(
+    open_rig: OpenRig, caplog: pytest.LogCaptureFixture, tier: Tier
+) -> None:
+    rig = open_rig(**BOTH, clock=ManualClock())
+    rig.save(chain(1, 4))
+    caplog.clear()
+    for _ in range(3):
+        rig.store.reopen(tier)
+        assert rig.store.stats().tiers[tier.name.lower()].recovered == 4
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_is_advised_fits_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+    paths = {Tier.SHARED: "/dev/shm/x", Tier.DISK: "/d"}
+    for tier in paths:
+        for number in (errno.EIO, 0):
+            Health(ManualClock(), paths).observe_calls(tier, Calls(MOST_ERRORS, MOST_ERRORS, 0, number, 0))
+    assert len(lines(caplog, "out of service")) == 4
+    assert all("disk tier" in line for line in lines(caplog, "smartctl"))
+    Health(ManualClock(), paths).observe_calls(Tier.DISK, Calls(1, 0, 1, 0, errno.EROFS))
+    [line] = lines(caplog, "is read-only")
+    assert "once it is mended: before, that costs" in line
 
 
 def test_reopen_is_refused_while_pages_of_the_tier_are_pinned(open_rig: OpenRig) -> None:

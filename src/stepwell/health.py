@@ -50,6 +50,7 @@ _REMEDY: Final = {
     errno.EROFS: "remount it read-write (see dmesg for why it is not)",
     errno.EIO: "look at dmesg and at the device (smartctl)",
 }
+_REMEDY_IN_MEMORY: Final = "look at dmesg, and at the memory of the machine and of the control group"
 
 
 class TierState(StrEnum):
@@ -99,9 +100,11 @@ class _Place:
     wait: float = PROBE_SECONDS
     probe_at: float = 0.0
     back_at: float = float("-inf")
+    is_by_hand: bool = False  # it served when it was taken out to be reopened: nothing is wrong with it
     said_at: float = float("-inf")
     said: TierState = TierState.SERVING
     unsaid: int = 0
+    has_said_failure: bool = False  # to be reopened, since it served last
 
 
 class Health:
@@ -235,6 +238,7 @@ class Health:
         """Take a tier out of service by hand, without a word in the log: it is being reopened."""
         place = self._places[tier]
         with self._lock:
+            place.is_by_hand = place.state is TierState.SERVING
             place.state, place.reason = TierState.OUT, reason
             place.probe_at = self._clock.monotonic() + place.wait
 
@@ -261,14 +265,27 @@ class Health:
             place.wait = PROBE_SECONDS
             self._come_back(tier, place, self._clock.monotonic())
 
+    def reopen_failed(self, tier: Tier, failure: str) -> None:
+        """Take it that a tier that was taken out to be attached anew was not, and why."""
+        place = self._places[tier]
+        with self._lock:
+            is_new, place.has_said_failure, place.is_by_hand = not place.has_said_failure, True, False
+            place.state, place.reason = TierState.OUT, f"reopening it failed: {failure}"
+            if is_new:
+                _LOG.warning(
+                    "%s tier: %s is out of service: %s. It is tried again by itself", tier, place.path, place.reason
+                )
+
     def _come_back(self, tier: Tier, place: _Place, at: float) -> None:
         was, place.state, place.reason = place.state, TierState.SERVING, ""
         place.window = deque([(at, place.window[-1][1])])  # what failed before is past
         place.stuck_since.clear()
         place.is_stuck = False
         place.back_at = at
-        if was is not TierState.SERVING and place.unsaid == 0:
-            _LOG.warning("%s tier: %s serves again", tier, place.path)
+        if was is not TierState.SERVING and (place.unsaid == 0 or place.has_said_failure):
+            level = logging.INFO if place.is_by_hand else logging.WARNING
+            _LOG.log(level, "%s tier: %s serves again", tier, place.path)
+        place.is_by_hand = place.has_said_failure = False
 
     def _trip(self, tier: Tier, place: _Place, state: TierState, reason: str, number: int) -> None:
         at = self._clock.monotonic()
@@ -283,17 +300,21 @@ class Health:
             return
         more = f" ({place.unsaid} times more since the last line)" if place.unsaid else ""
         place.said_at, place.said, place.unsaid = at, state, 0
-        what = "is read-only" if state is TierState.READ_ONLY else "is out of service"
+        is_read = state is TierState.READ_ONLY
+        what = "is read-only" if is_read else "is out of service"
+        is_of_medium = number == errno.EIO or number not in _REMEDY
+        remedy = _REMEDY_IN_MEMORY if is_of_medium and tier is Tier.SHARED else _REMEDY.get(number, _REMEDY[errno.EIO])
         _LOG.warning(
             "%s tier: %s %s: %s%s. The other tiers serve on; it is tried again by itself. To mend it: %s; "
-            "store.reopen(stepwell.Tier.%s) tries at once",
+            "store.reopen(stepwell.Tier.%s) tries at once, once it is mended%s",
             tier,
             place.path,
             what,
             reason,
             more,
-            _REMEDY.get(number, _REMEDY[errno.EIO]),
+            remedy,
             tier.name,
+            ": before, that costs the pages that are read there still" if is_read else "",
         )
 
 

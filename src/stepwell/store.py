@@ -769,8 +769,9 @@ class PageStore:
         """Attach a tier's volumes anew, now: close its files, join its directory, recover what it holds. Waits.
 
         For a tier that was mended, while it is out of service or read-only: it is tried by itself, but only ever more
-        seldom, and with the files that it had. Loads and promotions from it that are under way end as misses; the other
-        tiers serve on. In an asyncio loop: `await asyncio.to_thread(store.reopen, tier)`.
+        seldom, and with the files that it had. Not before it is mended: where a read-only tier cannot be attached anew,
+        the pages that were read there still are misses until it can be. Loads and promotions from it that are under way
+        end as misses; the other tiers serve on. In an asyncio loop: `await asyncio.to_thread(store.reopen, tier)`.
 
         Args:
             tier: SHARED or DISK.
@@ -803,6 +804,9 @@ class PageStore:
                 time.sleep(_LOOK_AGAIN_SECONDS)
             try:
                 found = pages.reopen(self._index)
+            except (StepwellError, OSError) as error:
+                self._health.reopen_failed(tier, str(error))
+                raise
             finally:
                 self._room.forget_mending(tier)
             self._health.reopened(tier)

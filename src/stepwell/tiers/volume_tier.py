@@ -237,6 +237,7 @@ class VolumeTier:
         self.close(index)
         self._stop = _core.StopFlag()
         self._full_at, self._is_open = None, False
+        self._recovered_pages = 0  # they are found anew, the same ones
         self._directory = self._join_directory()
         return self.open(index)
 
