@@ -273,6 +273,8 @@ class Room:
     def full(self, tier: Tier, needed: int) -> Full:
         """Say with numbers that a tier is full."""
         counts = self._index.counts(tier)
+        place = self._tiers.get(tier)
+        why = self.health.of(tier).reason or (place.why_empty if isinstance(place, VolumeTier) else "")
         return Full(
             tier=tier.name.lower(),
             needed=needed,
@@ -281,7 +283,7 @@ class Room:
             leaving=counts["leaving"],
             pinned=counts["pinned"],
             held=counts["held"],
-            why=self.health.of(tier).reason,
+            why=why,
         )
 
     # ---- quarantine -------------------------------------------------------------------------------------------------

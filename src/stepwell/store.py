@@ -91,6 +91,8 @@ _LET_GO_SECONDS: Final = 2.0
 """What it waits for the other tiers where one's background round has not returned."""
 _DAMAGED: Final = [status for status, reason in STATUS_REASON.items() if reason == "corrupt"]
 _NEIGHBOURS: Final = "neighbours"
+_FIRST_LOOK_SECONDS: Final = 0.2
+"""For so long the constructor reads what neighbours have; what is left then is the keeper's."""
 _MOST_FOREIGN: Final = 1 << 18
 """Neighbours' pages that are kept in mind, at about 100 bytes each where there are so many."""
 _RECORDS_AHEAD: Final = 8192
@@ -206,6 +208,7 @@ class PageStore:
                 rounds[_NEIGHBOURS] = self._look_at_neighbours
             self._keeper = Keepers(self._tick_store, rounds, used=Tier.SHARED.name.lower())
             self._room.keeper = self._keeper
+            self._look_once()
             self._keeper.start()
         except BaseException:
             self._shut(0.0)
@@ -1024,7 +1027,7 @@ class PageStore:
             self._room.seen = Seen(capacity // config.geometry.page_bytes)
 
     def _open_neighbours(self) -> _core.Foreign | None:
-        """Have what is needed to read neighbours' pages; their volumes are looked for by the keeper."""
+        """Have what is needed to read neighbours' pages; their volumes are looked for once all is open."""
         config = self._config
         staging = config.staging_bytes()
         if staging is None:
@@ -1071,6 +1074,24 @@ class PageStore:
             self._rounds[Tier.HOST] = _Round(Tier.HOST, self._room, self._clock, marks)
             self._room.has_staging = True
         return False
+
+    def _look_once(self) -> None:
+        """Learn what neighbours have before the first look-up, not with the keeper's first round: in a rolling restart
+        the first requests are theirs. Whatever fails here is tried again by the keeper.
+
+        Requires: no keeper runs yet.
+        """
+        if self._neighbours is None or self._foreign is None:
+            return
+        limit = time.monotonic() + _FIRST_LOOK_SECONDS
+        try:
+            self._look_at_neighbours()
+            known = 0
+            while known < self._foreign.pages and time.monotonic() < limit:  # a poll reads so many records, not all
+                known = self._foreign.pages
+                self._neighbours.round()
+        except (StepwellError, OSError, MemoryError) as error:
+            _LOG.info("neighbours' pages are misses until the next look: %s", error)
 
     def _open_device(self) -> None:
         device = self._config.device

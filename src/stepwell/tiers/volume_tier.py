@@ -50,6 +50,8 @@ FLOOR_RETRY: Final = 0.05
 wanted must find the lock free now and then."""
 BUSY_SECONDS: Final = 5.0
 """Seconds of attempts that all find the directory lock held, after which its holder is named in the log."""
+EMPTY_SECONDS: Final = 2.0
+"""Seconds without a volume after which it is said: in a rolling restart a neighbour's share comes within one."""
 GROW_SECONDS: Final = 0.5
 """Seconds after which a round takes no further volume."""
 
@@ -112,6 +114,8 @@ class VolumeTier:
         self._is_open = False
         self._busy_since: float | None = None  # no attempt to grow since has got the directory lock
         self._has_said_busy = self._has_said_budget = False
+        self._empty_since: float | None = None  # it has had no volume since
+        self._has_said_empty = False
         self._looked_at = float("-inf")
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
@@ -158,6 +162,33 @@ class VolumeTier:
         """What was not found again, by reason: tiers/cold.py."""
         return dict(self._directory.cold.by_reason)
 
+    @property
+    def why_empty(self) -> str:
+        """Why no page finds room here whatever is evicted; "" where there is a volume."""
+        if self._members:
+            return ""
+        if self._has_said_budget:
+            return "this process holds no volume: the machine has no room for one"
+        return "this process holds no volume: others hold the directory"
+
+    def _note_members(self) -> None:
+        """Say it, once, where there has been no volume for longer than a neighbour takes to give one back."""
+        if self._members:
+            self._empty_since, self._has_said_empty = None, False
+            return
+        now = self._clock.monotonic()
+        if self._empty_since is None:
+            self._empty_since = now
+        if self._has_said_empty or self._has_said_budget or now - self._empty_since < EMPTY_SECONDS:
+            return
+        self._has_said_empty = True
+        name = self._tier.name.lower()
+        _LOG.warning(
+            f"{name} tier: {self._directory.path} has had no room for a volume of {self._directory.volume_bytes} bytes "
+            f"for {EMPTY_SECONDS:g} s, other processes hold it all; pages are refused until one gives back. Raise "
+            f"{name}.capacity, or lower {name}.volume_bytes so that each process has a share"
+        )
+
     def _join_directory(self) -> TierDirectory:
         return TierDirectory(self._plan, CoreHeaders(self._shape), machine=self._machine)
 
@@ -183,13 +214,7 @@ class VolumeTier:
                 freed += found.freed
             self._say_who_comes_from_another_boot(adopted)
             self._grow_past_unusable(index, len(adopted))
-            if not self._members:
-                name = self._tier.name.lower()
-                _LOG.warning(
-                    f"{name} tier: {self._directory.path} has no room for a volume of {self._directory.volume_bytes} "
-                    f"bytes now, other processes hold it all; pages are refused until one gives back. Raise "
-                    f"{name}.capacity, or lower {name}.volume_bytes so that each process has a share"
-                )
+            self._note_members()
         except BaseException:
             for member in self.members:  # the store may go on without this tier, and open it again
                 index.close_slots(self._tier, member.base)
@@ -325,6 +350,7 @@ class VolumeTier:
         """Write recency, grow, give back; return how many pages to evict."""
         self._stamp_recency(index)
         self._finish_leaving(index)
+        self._note_members()
         now = self._clock.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
