@@ -412,7 +412,8 @@ class Full:
 
     tier: its name. needed: pages that found no slot. free, evictable, leaving: pages at that moment. pinned: pages that
     lookups and transfers hold. held: those whose last lasting copy a pin() keeps.
-    why: where it is out of service or read-only, what for, or why it has no volume; then the numbers are not what keeps pages out.
+    why: where it is out of service or read-only, what for, or why it has no volume; then the numbers are not what
+    keeps pages out.
     """
 
     tier: str

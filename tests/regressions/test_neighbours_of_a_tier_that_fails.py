@@ -20,6 +20,7 @@ from stepwell.health import STUCK_SECONDS
 from stepwell.index import Tier
 from stepwell.mover import Transfer
 from stepwell.testing import faults
+from stepwell.tiers.volumes import TierDirectory
 from store_kit import Directories, Rig, chain, stamps
 
 OpenRig = Callable[..., Rig]
@@ -174,3 +175,29 @@ def test_no_memory_while_a_load_is_begun_behind_a_copy_costs_that_load_alone(ope
         assert transfer.wait(10.0)
     assert transfer.ok_pages == 0
     assert reader.load(chain(1, 3)) == 3, "the store is not poisoned"
+
+
+@TIERS
+@pytest.mark.parametrize("step", ["open", "adopt_to_floor", "adopt", "close"])
+def test_a_look_while_a_tier_is_reopened_takes_nothing_of_its_own_for_a_neighbours(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, tier: Tier, step: str
+) -> None:
+    lone = open_rig(**only(tier))
+    lone.save(chain(1, 9))
+    whole = getattr(TierDirectory, step)
+    seen = []
+
+    def look_before(directory: TierDirectory, *given: Any) -> Any:
+        lone.store._look_at_neighbours()
+        done = whole(directory, *given)
+        lone.store._look_at_neighbours()
+        seen.append(lone.store.stats().neighbours.volumes)
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TierDirectory, step, look_before)
+        lone.store.reopen(tier)
+    assert set(seen) == {0}
+    lone.round()
+    assert lone.store.stats().neighbours.volumes == 0
+    assert lone.load(chain(1, 9)) == 9

@@ -38,6 +38,11 @@ class HasDirectory(Protocol):
         """This process's part in the tier's directory; another one once the tier was reopened."""
         ...
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether `directory.held` is all that is ours: not while the tier is being opened or reopened."""
+        ...
+
 
 class _Followed:
     """One tier directory, seen by one of its processes.
@@ -69,7 +74,9 @@ class _Followed:
 
     def look(self, now: float) -> None:
         """Attach and detach, if the directory or what we hold of it has changed."""
-        own = frozenset(volume.volume_id for volume in self.directory.held)
+        own = self._own_now()
+        if own is None:
+            return
         try:
             changed_ns = os.stat(self.directory.path).st_mtime_ns
         except OSError:
@@ -87,6 +94,10 @@ class _Followed:
             return
         if self._is_closed:  # while we were in a call that did not answer
             return
+        own_after = self._own_now()
+        if own_after is None:  # what is listed may become ours, or be ours no more
+            return
+        own |= own_after
         self._changed_ns, self._own = changed_ns, own
         self.others = max(0, len(listing.processes) - 1)
         volumes = {name: names for name, names in listing.volumes.items() if names.metadata_name is not None}
@@ -99,6 +110,12 @@ class _Followed:
                 if len(self.attached) >= _MOST_VOLUMES:
                     break
                 self._attach(names)
+
+    def _own_now(self) -> frozenset[str] | None:
+        """Return the volumes that are ours; None while that is not known."""
+        directory = self.directory
+        own = frozenset(volume.volume_id for volume in directory.held)
+        return own if self._tier.is_joined and self.directory is directory else None
 
     def _attach(self, names: VolumeNames) -> None:
         """Open a volume and hand its files over. What is no volume of ours is passed by until it has gone."""

@@ -148,6 +148,11 @@ class VolumeTier:
         return self._directory
 
     @property
+    def is_joined(self) -> bool:
+        """Whether `directory.held` is all that is ours: not while the tier is being opened or reopened."""
+        return self._is_open
+
+    @property
     def members(self) -> list[Member]:
         """The volumes in use, in the order in which they were taken."""
         return list(self._members.values())
@@ -234,6 +239,15 @@ class VolumeTier:
             VolumeBusyError: pages are pinned here, or a call on their files has not returned; nothing was changed.
             BudgetError, VolumeError, TierIOError: as open(); then the tier has no volume, and may be reopened again.
         """
+        was_open, self._is_open = self._is_open, False
+        try:
+            return self._reopen(index)
+        except BaseException:
+            if self._members:  # it did not come to the closing
+                self._is_open = was_open
+            raise
+
+    def _reopen(self, index: Index) -> Recovered:
         counts = index.counts(self._tier)
         kept = counts["pinned"] + counts["arriving"] + counts["leaving"]
         if kept:
