@@ -422,6 +422,7 @@ def test_a_list_given_as_text_is_read_as_toml(write: Callable[[str], str]) -> No
             [],
             r"^disk\.write: 'selectve' \(STEPWELL_DISK_WRITE\): give 'through' or 'selective'$",
         ),
+        ("", {"STEPWELL_SHARE": "1"}, [], r"did you mean STEPWELL_SHARED_SHARE or STEPWELL_DISK_SHARE\?"),
         ("", {}, ["host"], r"--set host: no value"),
         ("", {}, ["capacity=2"], r"did you mean host\.capacity or shared\.capacity or disk\.capacity\?"),
         ("", {}, ["shared=1"], r"shared: '1' \(--set shared=1\) is no table; give shared\.NAME"),

@@ -461,6 +461,23 @@ def test_a_directory_without_a_parent_fails(memory: Path) -> None:
     assert look(shared_at(memory / "a" / "s"))["shared directory"].verdict == "ok"
 
 
+def test_a_directory_on_no_file_system_for_files_fails() -> None:
+    found = look(["disk.path=/proc/x", "disk.capacity=64MiB"])
+    assert "disk capacity" not in found
+    assert found["disk file system"].verdict == "fail"
+    assert "/proc/x is on no file system for files: proc on /proc" in found["disk file system"].found
+
+
+def test_nobody_is_told_to_change_a_directory_of_the_machine(memory: Path) -> None:
+    (memory / "s").mkdir()
+    (memory / "s").chmod(0o1777)
+    for path in (str(memory / "s"), "/tmp"):
+        found = look([f"disk.path={path}", "disk.capacity=64MiB"])["disk directory"]
+        assert (found.verdict, found.remedy) == (
+            "fail", f"--set disk.path={path}/stepwell  # others need {path} as it is"
+        )  # fmt: skip
+
+
 def test_a_directory_that_others_may_write_fails(memory: Path) -> None:
     (memory / "s").mkdir()
     (memory / "s").chmod(0o777)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +138,11 @@ def test_a_closed_store_refuses_every_call_and_closes_again(open_rig: OpenRig) -
     held.close()
     store.close()
     assert store.closed
+
+
+def test_a_store_cannot_be_pickled_and_says_what_to_send(open_rig: OpenRig) -> None:
+    with pytest.raises(TypeError, match="send its config and open it there"):
+        pickle.dumps(open_rig().store)
 
 
 def test_a_match_that_was_closed_is_refused(open_rig: OpenRig) -> None:

@@ -32,6 +32,7 @@ from stepwell.errors import (
 from stepwell.testing.faults import fail_each, inject, reached
 from stepwell.tiers import birth, process_file, volumes
 from stepwell.tiers.directory import DirectoryConfig, Full, HeldVolume, Machine, boot_id
+from stepwell.tiers.entry import check_directory
 from stepwell.tiers.limits import Limit
 from stepwell.tiers.locks import NotTaken, try_lock
 from stepwell.tiers.process_file import ProcessRecord
@@ -162,6 +163,21 @@ def test_a_directory_that_others_can_write_is_refused(world: World, mode: int) -
     world.path.mkdir()
     world.path.chmod(mode)
     with pytest.raises(VolumeError, match=rf"{mode:04o}\); chmod 0700 "):
+        world.open()
+
+
+@pytest.mark.parametrize("path", ["/dev/shm", "/tmp"])
+def test_a_directory_of_the_machine_is_refused_and_not_to_be_changed(path: str) -> None:
+    """`chmod 0700 /tmp` breaks a machine."""
+    with pytest.raises(VolumeError) as refused:
+        check_directory(path)
+    assert str(refused.value).endswith(f"; name a directory of your own below it, e.g. {path}/stepwell")
+
+
+def test_a_sticky_directory_is_refused_and_not_to_be_changed(world: World) -> None:
+    world.path.mkdir()
+    world.path.chmod(0o1777)
+    with pytest.raises(VolumeError, match=rf"1777\); name a directory .* below it, e.g. {world.path}/stepwell"):
         world.open()
 
 

@@ -412,7 +412,8 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
         if variable not in known:
-            nearest = _nearest(variable, [*known, FILE_VARIABLE])
+            same = [name for name, path in known.items() if path[1:] == (variable.removeprefix(PREFIX).lower(),)]
+            nearest = f"; did you mean {' or '.join(same)}?" if same else _nearest(variable, [*known, FILE_VARIABLE])
             raise StepwellUsageError(f"{variable}={text!r} names no setting{nearest or '; unset it'}")
         yield _from_text(known[variable], text, Origin("variable", variable))
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -226,6 +226,9 @@ class PageStore:
         counts = {tier: self._index.counts(tier) for tier in self._room.all_tiers}
         tiers = ", ".join(f"{tier.name.lower()} {n['resident']}/{n['capacity']}" for tier, n in counts.items())
         return f"<{name}: pages in {tiers}{', poisoned' if self._index.poisoned() else ''}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a store cannot be sent to another process: send its config and open it there")
 
     # ---- memory lent by the caller --------------------------------------------------------------------------------
 

@@ -28,10 +28,14 @@ from stepwell.doctor.machine import (
 from stepwell.doctor.scratch import may_write, nearest_existing, parent_of, scratch_beside
 from stepwell.effective import show_size, tier_capacity
 from stepwell.settings import Settings
-from stepwell.tiers.entry import directory_offence
+from stepwell.tiers.entry import directory_offence, is_of_the_machine
 from stepwell.tiers.limits import DiskLimits, Limits, MemoryLimits, unescape
 
 IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
+NOT_FOR_FILES: Final = frozenset(
+    ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "bpf", "pstore",
+     "mqueue", "binfmt_misc", "efivarfs", "fusectl")
+)
 _SYNCS: Final = 9
 _NO_SYNC_SECONDS: Final = 5e-6
 """No request to a device comes back so soon: a file system that ignores syncs (a tmpfs, overlayfs with `volatile`)."""
@@ -133,6 +137,8 @@ def _check_owner(tier: str, path: str, mount: Mount) -> Finding:
             remedy = f"--set {tier}.path={os.path.realpath(path)}"
         elif not status.is_directory or _core.file_statfs(path).is_network:
             remedy = f"--set {tier}.path=DIR  # {remedy}"
+        elif is_of_the_machine(path, status):
+            remedy = f"--set {tier}.path={os.path.join(path, 'stepwell')}  # others need {path} as it is"
         elif status.uid != user:
             remedy = (
                 f"chown -R {user} {path}  # as root; or run this as user {status.uid} "
@@ -194,6 +200,13 @@ def _check_parents(tier: str, path: str) -> Iterator[Finding]:
 def _check_kind(tier: str, given: SharedTier | DiskTier, path: str, mount: Mount, root: Path) -> Finding:
     subject = f"{tier} file system"
     found = f"{mount.kind} on {mount.point} ({','.join(dict.fromkeys(mount.options))})"
+    if mount.kind in NOT_FOR_FILES:
+        return fail(
+            subject,
+            f"{path} is on no file system for files: {found}",
+            why="what is there is the kernel's own; no volume can be made",
+            remedy=f"--set {tier}.path={'/dev/shm/stepwell' if tier == 'shared' else _place_on_disk(root)}",
+        )
     if isinstance(given, SharedTier):
         if mount.kind in IN_MEMORY:
             return ok(subject, found)

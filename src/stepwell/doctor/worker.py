@@ -102,7 +102,11 @@ def save_all(store: PageStore, rows: Rows) -> float:
 
 
 def load_and_compare(store: PageStore, tier: Tier, expected: Rows) -> dict[str, float]:
-    """Load the first pages, all of which must come from one tier, and compare every byte."""
+    """Load the first pages, all of which must come from one tier, and compare every byte.
+
+    A page that is bad there and comes from another tier is right for an engine, and fails the act all the same.
+    """
+    rescued = store.stats().rescued_pages
     found = np.full_like(expected, 0xEE)
     pool = store.lend(found)
     with store.match(tokens_of(len(expected))) as match:
@@ -112,7 +116,8 @@ def load_and_compare(store: PageStore, tier: Tier, expected: Rows) -> dict[str, 
         transfer = store.load(match, into=pool[:])
         require(transfer.wait(PATIENCE), f"loading was not done within {PATIENCE} s")
         took = time.perf_counter() - began
-    require(bool(transfer.ok.all()), f"{int((~transfer.ok).sum())} of {len(expected)} pages could not be read")
+    bad = int((~transfer.ok).sum()) + store.stats().rescued_pages - rescued
+    require(bad == 0, f"{bad} of {len(expected)} pages could not be read")
     require(np.array_equal(found, expected), "the bytes read are not the bytes written")
     return {"bytes": float(expected.nbytes), "seconds": took}
 

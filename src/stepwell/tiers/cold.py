@@ -3,7 +3,8 @@
 Of a whole volume:
     replaced           the file says that it is another volume than its name
     truncated, grown   a file has not the size that the header states
-    mixed-up           metadata and pages are of different volumes
+    mixed-up           metadata and pages are of different volumes (or were never written: a crash of the kernel or of
+                       the file system)
     header             the header is damaged
     format             another version of stepwell wrote it
     fingerprint        its pages are of another model, revision, dtype or shape

@@ -16,6 +16,9 @@ from stepwell.tiers.volume_files import DIRECTORY_LOCK
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.02  # seconds between two tries at the directory lock
 
+_OF_THE_MACHINE = frozenset(("/dev/shm", "/var/tmp", "/run/lock", "/run/shm", "/var/lock"))
+"""Directories that others use too; so is all that lies directly in the root."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offence:
@@ -23,6 +26,12 @@ class Offence:
 
     what: str
     remedy: str
+
+
+def is_of_the_machine(path: str, status: _core.FileStat) -> bool:
+    """Return whether others need a directory as it is, as they do /tmp: its owner and mode are not to be changed."""
+    real = os.path.realpath(path)
+    return bool(status.mode & stat.S_ISVTX) or os.path.dirname(real) == "/" or real in _OF_THE_MACHINE
 
 
 def directory_offence(path: str, status: _core.FileStat) -> Offence | None:
@@ -35,13 +44,18 @@ def directory_offence(path: str, status: _core.FileStat) -> Offence | None:
         return Offence("is a symbolic link", f"name the directory itself: {os.path.realpath(path)}")
     if not status.is_directory:
         return Offence("is not a directory", "name another, or remove it")
+    below = f"name a directory of your own below it, e.g. {os.path.join(path, 'stepwell')}"
+    is_shared = is_of_the_machine(path, status)
     if status.uid != os.geteuid():
         return Offence(
             f"belongs to user {status.uid}, this process runs as {os.geteuid()}",
-            "give each user a directory of its own",
+            below if is_shared else "give each user a directory of its own",
         )
     if status.mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return Offence(f"can be written by others (mode {stat.S_IMODE(status.mode):04o})", f"chmod 0700 {path}")
+        return Offence(
+            f"can be written by others (mode {stat.S_IMODE(status.mode):04o})",
+            below if is_shared else f"chmod 0700 {path}",
+        )
     system = _core.file_statfs(path)
     if system.is_network:
         return Offence(

@@ -539,7 +539,9 @@ class VolumeTier:
             index.drop_slots(self._tier, base)
             self._set.remove(number)
             del member, volume
-            raise self._remove_damaged(held, "mixed-up", "its pages are not those that its records are about")
+            text = "its pages are not those that its records are about"
+            never = "or were never written: a crash of the kernel or of the file system"
+            raise self._remove_damaged(held, "mixed-up", f"{text} ({never})")
         self._members[number] = member
         self._after_attach(member)
         return found

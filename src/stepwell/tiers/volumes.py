@@ -14,6 +14,7 @@ What is inside a volume is not known here, but for its header (`HeaderFormat`).
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -782,7 +783,10 @@ class TierDirectory:
         except TierIOError:
             raise
         except OSError as error:
-            message = f"{self._config.medium} tier: {error.strerror or error}"
+            medium = self._config.medium
+            message = f"{medium} tier: {error.strerror or error}"
+            if error.errno == errno.EROFS:
+                message += f"; mount it writable, or set {medium}.path to a directory on another mount"
             raise TierIOError(error.errno, message, error.filename or self._path) from error
 
     @contextmanager
