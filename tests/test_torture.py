@@ -17,6 +17,7 @@ from stepwell.hashing import prefix_hashes
 from stepwell.torture.ledger import Ledger, Line
 from stepwell.torture.points import POINTS, occurrences
 from stepwell.torture.results import Result, Row
+from stepwell.torture.run import TortureOptions
 from stepwell.torture.universe import PAGE_TOKENS, Universe
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -137,6 +138,7 @@ def test_a_run_ended_from_outside_takes_its_children_and_files_along(tmp_path: P
     [
         (["--page-bytes", "100"], "multiple of 16"),
         (["--rolling"], "--processes 2"),
+        (["--processes", "9"], "--processes 9: at most 8"),
         (["--points", "--damage"], "leave --processes, --damage, --errors out"),
         (["--directory", "/nowhere"], "/nowhere"),
         (["--kills", "0"], "not a positive number"),
@@ -151,6 +153,25 @@ def test_what_cannot_be_asked_for_is_said_before_anything_starts(
 
 
 # ---- its parts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "verdict"),
+    [((0, 0), "not judged"), ((5, 0), "all that was judged holds"), ((5, 5), "all of it holds")],
+)
+def test_what_was_not_judged_is_not_said_to_hold(acknowledged: tuple[int, int], verdict: str) -> None:
+    rows = [Row(tiers, kills=1, judged=1, acknowledged=pages) for tiers, pages in zip("sd", acknowledged, strict=True)]
+    result = Result(ok=True, seconds=1.0, settings={}, rows=rows, problems=[])
+    assert result.verdict == verdict
+    assert [": not judged: " in line for line in result.lines()].count(True) == acknowledged.count(0)
+    assert not Row("shared", acknowledged=5, judged=1).is_judged
+
+
+def test_a_world_is_run_again_with_what_was_asked_for() -> None:
+    assert " --kills 70 " in TortureOptions(kills=70).again("disk", 3)
+    assert " --minutes 0.5 " in TortureOptions(minutes=0.5).again("disk", 3)
+    assert " --directory '/a b' " in TortureOptions(directory="/a b").again("disk", 3)
+    assert " --occurrences 5 " in TortureOptions(points=True, occurrences=5).again("disk", 3)
 
 
 def test_every_fault_point_of_the_core_is_named() -> None:
@@ -280,7 +301,8 @@ def test_lines_are_taken_in_the_order_of_their_times(universe: Universe, long: i
 
 
 def test_the_table_says_what_was_found() -> None:
-    row = Row("disk", kills=3, acknowledged=10, right=20, allowed=1, lost=2, first_hits=[0.01, 0.02, 0.5], damages=4)
+    row = Row("disk", kills=3, judged=3, acknowledged=10, right=20, allowed=1, lost=2, damages=4)
+    row.first_hits = [0.01, 0.02, 0.5]
     row.points = {"file.open": 1, "file.sync": 0}
     result = Result(ok=False, seconds=1.0, settings={}, rows=[row], problems=[])
     head, numbers, *more = result.lines()

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from stepwell.cli.arguments import Commands, natural, positive, rate
 from stepwell.cli.output import escaped, say
 
+MOST_PROCESSES = 8
+"""More than that wait for each other's starts so long that deadlines pass, and nothing is wrong."""
 SABOTAGES = ("lose_saved_pages", "return_dropped_pages", "swap_saved_pages")
 
 
@@ -35,7 +37,13 @@ def add(commands: Commands) -> None:
         choices=("shared", "disk", "both"),
         help="only with shared memory, only with disk, only with both in one store (default: each of these in turn)",
     )
-    parser.add_argument("--processes", type=positive, default=1, metavar="N", help="at once on a directory (default 1)")
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help=f"at once on a directory (default 1, at most {MOST_PROCESSES})",
+    )
     parser.add_argument("--rolling", action="store_true", help="start the new process before the old one ends")
     parser.add_argument("--points", action="store_true", help="kill at every fault point of the core in turn")
     parser.add_argument(
@@ -61,6 +69,11 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Torture, and print what was found."""
     if options.page_bytes % 16:
         parser.error(f"--page-bytes {options.page_bytes}: give a multiple of 16 (2 layers, 2 streams, 4 tokens)")
+    if options.processes > MOST_PROCESSES:
+        parser.error(
+            f"--processes {options.processes}: at most {MOST_PROCESSES}; more wait for each other's starts until "
+            "deadlines pass, with nothing wrong"
+        )
     if options.rolling and options.processes < 2:
         parser.error("--rolling is for several processes: give --processes 2 or more")
     if options.points and (options.processes > 1 or options.damage or options.errors):
@@ -84,7 +97,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         for line in result.lines():
             for part in line.split("\\n"):
                 say(part)
-        say(f"{'all of it holds' if result.ok else 'FAILED'} ({result.seconds:.0f} s)")
+        say(f"{result.verdict} ({result.seconds:.0f} s)")
     return 0 if result.ok else 1
 
 

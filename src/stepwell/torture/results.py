@@ -46,6 +46,11 @@ class Row(msgspec.Struct):
     points: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
+    def is_judged(self) -> bool:
+        """Whether a process was killed that had been acknowledged pages, and all were looked at after that."""
+        return self.kills > 0 and self.judged > 0 and self.acknowledged > 0
+
+    @property
     def is_well(self) -> bool:
         """Whether nothing was found that must not be."""
         return self.lost + self.wrong + self.phantom + self.other == 0
@@ -60,9 +65,17 @@ class Result(msgspec.Struct):
     rows: list[Row]
     problems: list[Problem]
 
+    @property
+    def verdict(self) -> str:
+        """Return what the rows come to, in words."""
+        if not self.ok:
+            return "FAILED"
+        judged = [row.is_judged for row in self.rows]
+        return "all of it holds" if all(judged) else "all that was judged holds" if any(judged) else "not judged"
+
     def as_json(self) -> bytes:
         """Return it for machines: first hits as a median and a longest, milliseconds."""
-        built = msgspec.to_builtins(self)
+        built = {"verdict": self.verdict, **msgspec.to_builtins(self)}
         for row in built["rows"]:
             hits = row.pop("first_hits")
             row["first_hit_ms"] = {"median": _median_ms(hits), "longest": round(max(hits) * 1e3, 1) if hits else None}
@@ -82,6 +95,8 @@ class Result(msgspec.Struct):
             first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
             found.append("  ".join([first.strip().ljust(widths[0]), *rest]))
         for row in self.rows:
+            if not row.is_judged:
+                found.append(f"{row.tiers}: not judged: no kill after an acknowledged page; give more kills or minutes")
             if row.damages:
                 found.append(f"{row.tiers}: {row.damages} files damaged, {row.checksum_failures} bad pages refused")
             if row.points:

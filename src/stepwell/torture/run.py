@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -66,7 +67,13 @@ class TortureOptions:
 
     def again(self, tiers: str, world: int) -> str:
         """Return the command that runs one world again."""
-        words = [f"stepwell torture --seed {self.seed} --tiers {tiers} --world {world} --kills {KILLS_A_WORLD}"]
+        words = [f"stepwell torture --seed {self.seed} --tiers {tiers} --world {world}"]
+        if self.points:
+            words += [f"--occurrences {self.occurrences}"]
+        else:
+            words += [f"--kills {self.kills}" if self.minutes is None else f"--minutes {self.minutes:g}"]
+        if self.directory is not None:
+            words += [f"--directory {shlex.quote(self.directory)}"]
         words += [f"--pages {self.pages} --page-bytes {self.page_bytes}"]
         words += [f"--processes {self.processes}"] * (self.processes > 1)
         words += [f"--{name}" for name in ("rolling", "points", "damage", "errors") if getattr(self, name)]
