@@ -235,6 +235,22 @@ def test_nothing_leaves_a_tier_that_takes_no_pages(open_rig: OpenRig) -> None:
         assert rig.pages(Tier.DISK) == kept
 
 
+def test_trying_a_full_read_only_tier_costs_no_page(open_rig: OpenRig) -> None:
+    clock = ManualClock()
+    rig = open_rig(**DISK_ONLY, clock=clock)
+    rig.save(chain(1, rig.store.stats().tiers["disk"].capacity))
+    with inject("file.pwrite", "errno", value=errno.EROFS):
+        rig.save(chain(2, 2))
+        rig.store._look_after(rig.store._copies.mover)  # type: ignore[arg-type]
+        kept = rig.pages(Tier.DISK)
+        for _ in range(5):
+            clock.advance(MOST_PROBE_SECONDS)
+            rig.round()
+        health = rig.store._health.of(Tier.DISK)
+        assert (health.state, health.probes) == ("read-only", 5)
+        assert rig.pages(Tier.DISK) == kept
+
+
 def test_a_store_whose_only_tier_is_read_only_knows_what_it_has(open_rig: OpenRig) -> None:
     rig = open_rig(**DISK_ONLY, clock=ManualClock())
     rig.save(chain(1, 4))
