@@ -1160,7 +1160,7 @@ class PageStore:
         if left:
             _LOG.error(
                 "%s: a call on its files does not return: its thread is left behind with its volumes, locked, until it "
-                "does or this process ends; no process finds them before",
+                "does or this process ends; no process takes them over before",
                 ", ".join(left),
             )
         with contextlib.ExitStack() as raising:  # each was closed, whatever happened to the others
