@@ -142,6 +142,11 @@ def open_ours(path: str, flags: int) -> _core.Descriptor:
     return descriptor
 
 
+def open_directory(path: str) -> _core.Descriptor:
+    """Open a directory, to know it again."""
+    return _core.Descriptor(_core.file_open(path, os.O_RDONLY | os.O_DIRECTORY, 0o600))
+
+
 def create_file(path: str) -> _core.Descriptor:
     """Make a new file, 0600, open for reading and writing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL

@@ -115,7 +115,7 @@ class VolumeTier:
         self._busy_since: float | None = None  # no attempt to grow since has got the directory lock
         self._has_said_busy = self._has_said_budget = False
         self._empty_since: float | None = None  # it has had no volume since
-        self._has_said_empty = False
+        self._has_said_empty = self._has_said_removed = False
         self._looked_at = float("-inf")
         self._recency_at = clock.monotonic()
         self._machine = machine if machine is not None else Machine(clock=clock)
@@ -172,6 +172,8 @@ class VolumeTier:
         """Why no page finds room here whatever is evicted; "" where there is a volume."""
         if self._members:
             return ""
+        if self._has_said_removed:
+            return "this process holds no volume: somebody removed the directory"
         if self._has_said_budget:
             return "this process holds no volume: the machine has no room for one"
         return "this process holds no volume: others hold the directory"
@@ -184,7 +186,9 @@ class VolumeTier:
         now = self._clock.monotonic()
         if self._empty_since is None:
             self._empty_since = now
-        if self._has_said_empty or self._has_said_budget or now - self._empty_since < EMPTY_SECONDS:
+        if self._has_said_removed or self._has_said_budget:  # that is why
+            return
+        if self._has_said_empty or now - self._empty_since < EMPTY_SECONDS:
             return
         self._has_said_empty = True
         name = self._tier.name.lower()
@@ -382,6 +386,7 @@ class VolumeTier:
 
     def _look_at_neighbours(self, index: Index) -> None:
         """Give back what they lack, take what the dead have left, keep warm what they read."""
+        self._begin_anew_if_removed(index)
         wanted = self._directory.wanted()
         self._leave_lost(index)
         if wanted > 0:
@@ -475,7 +480,8 @@ class VolumeTier:
                 _LOG.warning("not adopted: %s", error)
 
     def _may_try_to_grow(self) -> bool:
-        return self._full_at is None or self._clock.monotonic() - self._full_at >= self._retry_seconds
+        is_due = self._full_at is None or self._clock.monotonic() - self._full_at >= self._retry_seconds
+        return is_due and not self._directory.is_removed  # the next look makes it anew first
 
     def _attach_all(self, index: Index) -> Recovered:
         """Put to use what the directory holds and this tier has not; what cannot be used is told of and gone."""
@@ -641,10 +647,37 @@ class VolumeTier:
                     self._tier.name.lower(),
                     member.held.volume_id,
                 )
-                member.is_leaving, member.leaving_since = True, self._clock.monotonic()
-                member.is_lost = True  # what pins keep in it is another's to overwrite
-                index.close_slots(self._tier, member.base)
+                self._lose(member, index)
         self._finish_leaving(index)
+
+    def _lose(self, member: Member, index: Index) -> None:
+        member.is_leaving, member.leaving_since = True, self._clock.monotonic()
+        member.is_lost = True  # what pins keep in it is another's to overwrite
+        index.close_slots(self._tier, member.base)
+
+    def _begin_anew_if_removed(self, index: Index) -> None:
+        """Where somebody removed the whole directory (a cleaner of old files), go on in a new one, empty.
+
+        Open, the files of its volumes take room that nobody counts, and the next process finds nothing of them.
+        """
+        if not self._directory.is_removed:
+            return
+        if not self._has_said_removed:
+            self._has_said_removed = True
+            _LOG.warning(
+                "%s tier: the directory %s was removed by somebody, or another one put in its place: the pages in it "
+                "are lost; going on without them, in a new one",
+                self._tier.name.lower(),
+                self._directory.path,
+            )
+        for member in self._members.values():
+            if not member.is_lost:
+                self._lose(member, index)
+        self._finish_leaving(index)
+        self._directory.rejoin()
+        if self._is_durable:
+            self._sync_name()
+        self._full_at, self._has_said_removed = None, False
 
     def leave_suspect(self, index: Index) -> None:
         """Take volumes out of service that a sync failed on; adopted anew, they are synced before anything else.

@@ -57,6 +57,7 @@ from stepwell.tiers.touches import Touches
 from stepwell.tiers.volume_files import (
     VolumeNames,
     create_file,
+    open_directory,
     open_ours,
     remove_until_failure,
 )
@@ -107,6 +108,7 @@ class TierDirectory:
         self._floor_bytes = 0
         self._held: dict[str, HeldVolume] = {}
         self._process: OwnProcessFile | None = None
+        self._opened = _core.Descriptor(-1)  # the directory: while it is open no other gets its inode number
         self._birth_bytes = 0  # of the volume being born: its files count, and its lock is ours
         self._want_bytes = 0
         self._want_since_ns = 0
@@ -137,12 +139,39 @@ class TierDirectory:
             self._check_directory()
             self._check_capacity()
             with self._session():
-                if self._config.medium == "disk":
-                    self._probe_direct_io()
-                self._plan()
-                record = self._record(bytes.fromhex(self._machine.new_id()))
-                self._process = OwnProcessFile.create(self._path, record)
+                self._join()
         self._is_open = True
+
+    def rejoin(self) -> None:
+        """Make the directory anew, if it is not there, and join it as open() does: for one that `is_removed`.
+
+        What is still held is lost: it is to be given back.
+
+        Raises:
+            VolumeError, VolumeBusyError, TierIOError: as open(); nothing was changed, and it may be called again.
+        """
+        with self._working():
+            self._check_directory()
+            with self._session():
+                process, opened = self._process, self._opened
+                self._join()
+            opened.close()
+            if process is not None:
+                process.close()
+
+    def _join(self) -> None:
+        """Look at the file system, and say in the directory that we are there. Requires: the directory lock."""
+        if self._config.medium == "disk":
+            self._probe_direct_io()
+        self._plan()
+        opened = open_directory(self._path)
+        try:
+            record = self._record(bytes.fromhex(self._machine.new_id()))
+            self._process = OwnProcessFile.create(self._path, record)
+        except BaseException:
+            opened.close()
+            raise
+        self._opened = opened
 
     def close(self) -> None:
         """Let go of all volumes, which become orphans, and leave. Idempotent.
@@ -152,6 +181,7 @@ class TierDirectory:
         if os.getpid() != self._pid or not self._is_open:
             return
         self._is_open = False
+        self._opened.close()
         for volume in list(self._held.values()):
             self._release(volume)
         process, self._process = self._process, None
@@ -219,6 +249,20 @@ class TierDirectory:
     def direct_io(self) -> bool:
         """Whether the file system takes pages past the page cache; known once open."""
         return self._direct_io
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the path is not the directory that was joined any more: somebody removed it, or put another there."""
+        if not self._is_open:
+            return False
+        try:
+            named = os.stat(self._path, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # it cannot be said now
+            return False
+        opened = os.fstat(self._opened.fileno())
+        return (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino)
 
     @property
     def view(self) -> DirectoryView:
