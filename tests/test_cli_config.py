@@ -46,6 +46,17 @@ def test_every_value_is_shown_with_its_origin(
     assert lines["shared.directory"].split() == ["/dev/shm/x", "derived"]
 
 
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_a_volume_that_holds_no_page_is_refused_as_a_store_refuses_it(
+    place: Path, capsys: pytest.CaptureFixture[str], json_too: list[str]
+) -> None:
+    (place / "stepwell.toml").write_text(FILE)
+    assert main(["config", "show", "--set", "shared.volume_bytes=100", *json_too]) == 2
+    shown = capsys.readouterr()
+    assert "shared.pages" in shown.out
+    assert "shared: a volume holds no page, a store refuses to open; raise shared.volume_bytes" in shown.err
+
+
 def test_the_pages_that_are_shown_are_those_that_a_store_has(
     place: Path, capsys: pytest.CaptureFixture[str], directories: object
 ) -> None:

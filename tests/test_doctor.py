@@ -199,6 +199,16 @@ def test_more_memory_than_is_available_now_is_warned_of(tree: Tree, memory: Path
     assert {again[subject].verdict for subject in ("memory", "shared capacity")} == {"ok"}
 
 
+def test_staging_is_memory_too(tree: Tree, memory: Path) -> None:
+    tree.memory(16 * GIB, 4 * GIB)
+    asked = [f"shared.path={memory}/s", "shared.capacity=3584MiB"]
+    assert look([*asked, "staging=0"], root=tree.root)["memory"].verdict == "ok"
+    found = look([*asked, "staging=1GiB"], root=tree.root)["memory"]
+    assert (found.verdict, "shared 3.50 GiB + staging, at most 1 GiB" in found.found) == ("warn", True)
+    again = look([*asked, "staging=1GiB", *settings_of(found)], root=tree.root)["memory"]
+    assert again.verdict == "ok"
+
+
 def test_what_lies_in_the_directory_already_is_not_asked_for_again(tree: Tree, memory: Path) -> None:
     tier = memory / "s"
     tier.mkdir(mode=0o700)

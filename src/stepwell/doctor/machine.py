@@ -39,6 +39,7 @@ class Needs:
     """What a configuration takes of a machine when all its tiers are full. Bytes, and counts of volumes.
 
     memory_bytes: host and shared, less what is in the shared directory already. shared: as configured.
+    staging_bytes: for neighbours' pages, of which a store takes no more than a quarter of what is left.
     file_bytes: of the largest file.
     """
 
@@ -46,6 +47,7 @@ class Needs:
     shared_bytes: int = 0
     shared: SharedTier | None = None
     taken_bytes: int = 0
+    staging_bytes: int = 0
     shared_volumes: int = 0
     disk_volumes: int = 0
     file_bytes: int = 0
@@ -55,6 +57,10 @@ class Needs:
     def memory_bytes(self) -> int:
         """Memory that is still to be taken."""
         return self.host_bytes + max(self.shared_bytes - self.taken_bytes, 0)
+
+    def staged(self, room: int) -> int:
+        """Return what staging takes of some room."""
+        return min(self.staging_bytes, max(room, 0) // 4)
 
     @classmethod
     def of(cls, settings: Settings | None) -> Needs:
@@ -75,6 +81,7 @@ class Needs:
             shared_bytes=parse_size(config.shared.capacity, name="shared.capacity") if config.shared else 0,
             shared=config.shared,
             taken_bytes=taken,
+            staging_bytes=config.staging_bytes() or 0,
             shared_volumes=volumes["shared"],
             disk_volumes=volumes["disk"],
             file_bytes=largest,
@@ -100,6 +107,7 @@ class Fit:
         total, available = limits.machine()
         groups = list(limits.cgroups())
         left = _steady(min([available, *(group.limit_bytes - group.used_bytes for group in groups)]))
+        left -= needs.staged(left)
         both = min([total, *(group.limit_bytes for group in groups), left + needs.taken_bytes])
         shared = needs.shared_bytes
         if needs.shared is not None:
@@ -259,13 +267,15 @@ def check_memory(needs: Needs, limits: MemoryLimits) -> Iterator[Finding]:
     wanted = f"host {show_size(needs.host_bytes)} + shared {show_size(needs.shared_bytes)}"
     if needs.taken_bytes:
         wanted += f" ({show_size(needs.taken_bytes)} of it in use)"
+    if needs.staging_bytes:
+        wanted += f" + staging, at most {show_size(needs.staging_bytes)}"
     found = f"{show_size(available)} of {show_size(total)} available; {wanted}"
     room = available - MEMORY_MARGIN_BYTES
     if needs.host_bytes + needs.shared_bytes > total:
         yield fail(
             "memory", found, why="both lie in memory, and the machine has less", remedy=Fit.of(needs, limits).remedy()
         )
-    elif needs.memory_bytes > room:
+    elif needs.memory_bytes + needs.staged(room) > room:
         yield warn(
             "memory",
             found,
@@ -292,14 +302,15 @@ def _check_cgroup(needs: Needs, group: CgroupLimit, fit: Fit) -> Finding:
         "a page of tmpfs counts against the group of whoever touches it first, and going over the limit is an OOM "
         "kill, not an error"
     )
-    raised = group.used_bytes + needs.memory_bytes + 4 * MEMORY_MARGIN_BYTES  # others come and go meanwhile
+    wanted = needs.memory_bytes + needs.staging_bytes
+    raised = group.used_bytes + wanted + 4 * MEMORY_MARGIN_BYTES  # others come and go meanwhile
     remedy = (
         f"echo {raised} > {group.source}  # as root; docker: --memory={size_setting(raised + (1 << 20))}; Kubernetes: "
         f"resources.limits.memory; or {fit.remedy()}"
     )
     if needs.host_bytes + needs.shared_bytes > group.limit_bytes:
         return fail("memory cgroup", found, why=f"{why}; stepwell refuses to open", remedy=remedy)
-    if needs.memory_bytes > room:
+    if needs.memory_bytes + needs.staged(room) > room:
         return warn("memory cgroup", found, why=f"{why}; stepwell refuses volumes that do not fit", remedy=remedy)
     return ok("memory cgroup", found)
 
