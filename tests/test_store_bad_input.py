@@ -303,6 +303,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_error(place: Place
     if isinstance(refused.value, TierIOError):
         assert refused.value.errno == error
         assert name in str(refused.value)
+        assert (f"or set {name}.path to a directory on another mount" in str(refused.value)) == (error == errno.EROFS)
     PageStore(config).close()
 
 
