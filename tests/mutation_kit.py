@@ -350,6 +350,8 @@ class Mutator:
              f"v-{number}.lock", f"p-{number}.lock", f"p-{number}.proc", f"v-{number}.lmdb", f"v-{number}.lmdb-old",
              f"v-{number.upper()}.vol", "\x1b[31mred\n", "-rf", "v-.vol"]
         )  # fmt: skip
+        if os.path.lexists(root / name):  # a fifo there would keep who writes to it waiting
+            return None
         return f"stranger: {self._put(root / name)}"
 
     def make_volume(self) -> str | None:
