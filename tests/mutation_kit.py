@@ -343,7 +343,7 @@ class Mutator:
         os.link(path, path.with_name(f"link-{self.rng.randrange(1000)}"), follow_symlinks=False)
         return "second name"
 
-    def make_stranger(self) -> str:
+    def make_stranger(self) -> str | None:
         root, number = self.rng.choice(self.roots), self.rng.randbytes(16).hex()
         name = self.rng.choice(
             [f"v-{number}.vol", f"v-{number}.meta", f"v-{number}.pages", f"t-{number}.vol", f"x-{number}.pages",
