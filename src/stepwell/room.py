@@ -192,7 +192,7 @@ class Room:
     def _grows(self, tier: Tier, pages: int, patience: float) -> bool:
         """Have the keeper take memory for `pages` free slots. True: it has tried, and there may be more."""
         keeper, place = self.keeper, self._tiers.get(tier)
-        if keeper is None or place is None or not place.may_grow:
+        if keeper is None or place is None or not (place.may_grow and self.health.is_writable(tier)):
             return False
         with self._growth:
             self._wanted[tier] = max(pages, self._wanted.get(tier, 0))

@@ -351,8 +351,8 @@ class VolumeTier:
 
     @property
     def may_grow(self) -> bool:
-        """Whether there may be room for another volume: none was refused since the last that was had."""
-        return self._full_at is None
+        """Whether there may be room for another volume: none was refused or failed since the last was had."""
+        return self._full_at is None and not self._directory.is_removed
 
     def grow(self, index: Index, free_pages: int) -> None:
         """Take volumes until `free_pages` slots are free, as far as there is room for them.
@@ -462,6 +462,9 @@ class VolumeTier:
                 _LOG.warning("%s tier does not grow: %s", self._tier.name.lower(), error)
         except OSError:
             self._retry_in(GROW_RETRY)  # a disk that cannot be written now: each save would ask it again
+            raise
+        except StepwellError:  # a lock that is none, a volume of no use: who waits for room must not ask in a loop
+            self._retry_in(FLOOR_RETRY)
             raise
         return False
 
