@@ -80,13 +80,14 @@ void fuzz_ring(const uint8_t* data, size_t bytes) {
         for (uint32_t i = 0; i < kKeys; ++i) keys[i] = label_of_key(i).key;
         const uint64_t epoch = script.below(2);
         std::array<ForeignPlace, kKeys> places;
-        foreign.find(keys.data(), kKeys, 1, epoch, places.data());
+        foreign.find(keys.data(), kKeys, 1, epoch, kUsable, places.data());
         const ForeignRun run = foreign.find_keys(index, keys.data(), kKeys, 1, epoch, kUsable);
         STEPWELL_FUZZ_CHECK(run.keys.size() == run.places.size() && run.foreign <= run.keys.size());
         for (uint32_t i = 0; i < kKeys; ++i) {
           if (!places[i].is_known()) continue;
           const Label wanted = label_of_key(i, epoch);
-          if (foreign.read(places[i], wanted, page.data(), &detail) != Status::kOk || image.is_forged()) continue;
+          if (foreign.read(places[i], wanted, kUsable, page.data(), &detail) != Status::kOk || image.is_forged())
+            continue;
           STEPWELL_FUZZ_CHECK(*bytes_of(wanted) == page);
         }
       }
