@@ -265,7 +265,7 @@ def test_a_file_imports_only_lower_layers() -> None:
         ("demo.engine", "from stepwell import _core"),
         ("demo.run", "from stepwell.testing.hooks import swap_staged_pages"),
         ("torture.run", "from stepwell.testing.faults import inject"),
-        ("torture.child", "from stepwell.testing.model import Page"),
+        ("torture.child", "from stepwell.testing.index_model import Page"),
         ("stranger", "import os"),
     ],
 )

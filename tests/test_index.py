@@ -11,7 +11,7 @@ import pytest
 from stepwell import _core
 from stepwell.index import Tier
 from stepwell.testing import model as m
-from stepwell.testing.model import prefix_hashes
+from stepwell.testing.index_model import prefix_hashes
 
 HOST, SHARED = 1, 2
 NO_PAGE = 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""The index against its specification, `stepwell.testing.model`: they agree after every step."""
+"""The index against its specification, `stepwell.testing.index_model`: they agree after every step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from stepwell import _core
-from stepwell.testing import model as m
-from stepwell.testing.model import Grant, IndexModel, PageName, prefix_hashes
+from stepwell.testing import index_model as m
+from stepwell.testing.index_model import Grant, IndexModel, PageName, prefix_hashes
 
 PAGE_TOKENS = 2
 SEEDS: tuple[bytes | None, ...] = (None, b"s" * 32)

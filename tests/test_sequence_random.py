@@ -31,14 +31,11 @@ from sequence_kit import (
     prompt,
     stamps,
 )
-from stepwell import _core
 from stepwell.errors import StepwellUsageError
 from stepwell.hashing import Namespace, prefix_hashes
 from stepwell.index import Tier
-from stepwell.keeper import Keeper
 from stepwell.sequence import Sequence
-from stepwell.store import PageStore
-from stepwell.testing.stepped import SteppedMover
+from stepwell.testing.stepped import SteppedStore
 from store_kit import Directories
 
 SEEDS = 16
@@ -68,12 +65,12 @@ class Modelled:
 class Machine:
     """Do random operations on a store and its sequences, and say what must hold after each."""
 
-    def __init__(self, store: PageStore, seed: int, directories: Directories) -> None:
+    def __init__(self, store: SteppedStore, seed: int, directories: Directories) -> None:
         self.random = random.Random(seed)
         self.store = store
         self.directories = directories
         self.engine = StampEngine(store)
-        self.mover = SteppedMover(store._copies.mover, seed=seed)  # type: ignore[arg-type]
+        self.mover = store.mover
         self.live: list[Modelled] = []
         self.published: set[tuple[int, bytes]] = set()
         self.turn = 0
@@ -279,7 +276,7 @@ class Machine:
                 break
 
     def tick(self) -> None:
-        self.store._tick()
+        self.store.tick()
 
     def change_epoch(self) -> None:
         epoch = self.random.randint(0, 1)
@@ -354,7 +351,7 @@ class Machine:
             m.sequence.close()
         self.drain()
         self.mover.run_until_idle()
-        self.store._tick()
+        self.store.tick()
         assert_all_returned(self.store)
         for index in range(2):  # and what is cached is right still
             sequence = self.store.open(prompt(index + 1, 33))
@@ -367,29 +364,20 @@ class Machine:
 
 
 @pytest.fixture
-def stepped(
-    directories: Directories, monkeypatch: pytest.MonkeyPatch, seed: int, step_pages: int
-) -> Iterator[PageStore]:
+def stepped(directories: Directories, seed: int, step_pages: int) -> Iterator[SteppedStore]:
     """A store whose mover has no threads and whose keeper runs when it is told to."""
-    real = _core.Mover
-
-    def threadless(*arguments: Any, **named: Any) -> _core.Mover:
-        return real(*arguments, **{**named, "copy_threads": 0, "io_threads": 0})
-
-    monkeypatch.setattr(_core, "Mover", threadless)
-    monkeypatch.setattr(Keeper, "start", lambda self: None)
     below = 0 if seed % 5 == 4 else 1  # a fifth has nothing below host memory
     sizes = config(
         directories, device=16, host=6, shared=below, disk=below, step_bytes=step_pages * PAGE_BYTES,
         axes=(STACKED, PER_LAYER)[seed // 2 % 2],
     )  # fmt: skip
-    with PageStore(sizes) as store:
+    with SteppedStore(sizes, seed=seed) as store:
         yield store
 
 
 @pytest.mark.parametrize(("seed", "step_pages"), [(seed, (1, 64)[seed % 2]) for seed in range(SEEDS)])
 def test_no_interleaving_serves_a_wrong_page_or_keeps_a_slot(
-    stepped: PageStore, directories: Directories, seed: int, step_pages: int
+    stepped: SteppedStore, directories: Directories, seed: int, step_pages: int
 ) -> None:
     machine = Machine(stepped, seed, directories)
     try:

@@ -194,8 +194,7 @@ class PageStore:
                     host=None if self._slab is None else self._slab.medium,
                     shared=self._room.medium(Tier.SHARED),
                     disk=self._room.medium(Tier.DISK),
-                    copy_threads=config.copy_threads,
-                    io_threads=config.io_threads,
+                    **self._workers(),
                     queue_units=config.queue_units,
                     foreign=foreign,
                 )
@@ -209,7 +208,7 @@ class PageStore:
             self._keeper = Keepers(self._tick_store, rounds, used=Tier.SHARED.name.lower())
             self._room.keeper = self._keeper
             self._look_once()
-            self._keeper.start()
+            self._begin_rounds(self._keeper)
         except BaseException:
             self._shut(0.0)
             raise
@@ -998,6 +997,16 @@ class PageStore:
                 self.close()
 
     # ---- opening and closing --------------------------------------------------------------------------------------
+
+    # The two that `stepwell.testing.stepped` answers otherwise, to decide itself what runs when.
+
+    def _workers(self) -> dict[str, int]:
+        """Say how many threads the mover has, by queue."""
+        return {"copy_threads": self._config.copy_threads, "io_threads": self._config.io_threads}
+
+    def _begin_rounds(self, keeper: Keepers) -> None:
+        """Have background rounds from now on."""
+        keeper.start()
 
     def _open_tiers(self) -> None:
         config = self._config

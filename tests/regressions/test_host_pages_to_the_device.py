@@ -25,13 +25,10 @@ from sequence_kit import (
     prompt,
     stamps,
 )
-from stepwell import _core
 from stepwell.errors import PoisonedError
 from stepwell.index import Tier
-from stepwell.keeper import Keeper
-from stepwell.store import PageStore
 from stepwell.testing import faults
-from stepwell.testing.stepped import SteppedMover
+from stepwell.testing.stepped import SteppedMover, SteppedStore
 from store_kit import Directories
 
 TOKENS = prompt(1, 13)  # three pages, and one token to compute
@@ -160,20 +157,14 @@ def test_wait_ends_for_a_request_whose_page_is_damaged(make_engine: MakeEngine) 
 
 
 @pytest.fixture
-def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., PageStore]]:
+def stepped(directories: Directories) -> Iterator[Callable[..., SteppedStore]]:
     """Open stores whose mover has no threads and whose keeper does not run."""
-    real = _core.Mover
-    opened: list[PageStore] = []
+    opened: list[SteppedStore] = []
 
-    def threadless(*arguments: Any, **named: Any) -> _core.Mover:
-        return real(*arguments, **{**named, "copy_threads": 0, "io_threads": 0})
-
-    def make(**sizes: Any) -> PageStore:
-        opened.append(PageStore(config(directories, **sizes)))
+    def make(**sizes: Any) -> SteppedStore:
+        opened.append(SteppedStore(config(directories, **sizes), seed=1))
         return opened[-1]
 
-    monkeypatch.setattr(_core, "Mover", threadless)
-    monkeypatch.setattr(Keeper, "start", lambda self: None)
     yield make
     for store in opened:
         if not store.closed:
@@ -181,9 +172,9 @@ def stepped(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> Iterat
         store.close()
 
 
-def publish_stepped(store: PageStore) -> tuple[StampEngine, SteppedMover]:
+def publish_stepped(store: SteppedStore) -> tuple[StampEngine, SteppedMover]:
     """Put TOKENS into host memory, and off the device."""
-    engine, mover = StampEngine(store), SteppedMover(store._copies.mover, seed=1)  # type: ignore[arg-type]
+    engine, mover = StampEngine(store), store.mover
     sequence = engine.open(TOKENS)
     engine.finish(sequence)
     sequence.close()
@@ -195,7 +186,7 @@ def publish_stepped(store: PageStore) -> tuple[StampEngine, SteppedMover]:
     return engine, mover
 
 
-def test_nothing_reaches_the_device_before_its_check(stepped: Callable[..., PageStore]) -> None:
+def test_nothing_reaches_the_device_before_its_check(stepped: Callable[..., SteppedStore]) -> None:
     store = stepped(shared=0)
     engine, mover = publish_stepped(store)
     sequence = engine.open(TOKENS)
@@ -211,7 +202,7 @@ def test_nothing_reaches_the_device_before_its_check(stepped: Callable[..., Page
 @pytest.mark.parametrize("is_damaged", [False, True])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_request_that_ends_during_a_check_keeps_nothing(
-    stepped: Callable[..., PageStore], steps: int, is_damaged: bool
+    stepped: Callable[..., SteppedStore], steps: int, is_damaged: bool
 ) -> None:
     store = stepped(shared=0)
     engine, mover = publish_stepped(store)
@@ -227,7 +218,9 @@ def test_a_request_that_ends_during_a_check_keeps_nothing(
     assert store.stats().checksum_failures == is_damaged
 
 
-def test_a_check_that_finds_the_queue_full_keeps_nothing_and_is_tried_again(stepped: Callable[..., PageStore]) -> None:
+def test_a_check_that_finds_the_queue_full_keeps_nothing_and_is_tried_again(
+    stepped: Callable[..., SteppedStore],
+) -> None:
     store = stepped(shared=0)
     engine, mover = publish_stepped(store)
     submit = store._copies.submit

@@ -1,9 +1,15 @@
-"""Run a mover without threads one unit at a time, in an order that a seed decides."""
+"""Run a store without threads of its own: its mover one unit at a time, in an order that a seed decides, and its
+background rounds when they are called."""
 
 from __future__ import annotations
 
 import random
 from typing import Protocol
+
+from stepwell.clock import Clock
+from stepwell.config import StoreConfig
+from stepwell.keeper import Keepers
+from stepwell.store import PageStore
 
 COPY_QUEUE = 0
 IO_QUEUE = 1
@@ -59,3 +65,31 @@ class SteppedMover:
             if not self.step():
                 return count
         raise RuntimeError(f"mover not idle after {limit} units")
+
+
+class SteppedStore(PageStore):
+    """A store in which nothing moves and no background round runs until it is told to.
+
+    `mover` steps it; `tick()` does every background round. What waits for bytes (flush, load_keys, save_keys, verify,
+    Transfer.wait) waits for ever here unless nothing is under way: run `mover.run_until_idle()` first. With a device
+    tier its lander (`sw-device`) still is a thread.
+
+    Args:
+        seed: decides the order of the mover's units.
+    """
+
+    def __init__(self, config: StoreConfig, *, clock: Clock | None = None, seed: int) -> None:
+        super().__init__(config, clock=clock)
+        mover = self._copies.mover
+        assert mover is not None, "the store is open"
+        self.mover = SteppedMover(mover, seed=seed)
+
+    def tick(self) -> None:
+        """Do every background round here and now."""
+        self._tick()
+
+    def _workers(self) -> dict[str, int]:
+        return {"copy_threads": 0, "io_threads": 0}
+
+    def _begin_rounds(self, keeper: Keepers) -> None:
+        """Have them by tick() alone."""
