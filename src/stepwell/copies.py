@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -121,6 +121,8 @@ class Copies:
         self._watched: dict[int, _Watched] = {}
         self._left: list[tuple[_core.Transfer, U8]] = []  # given up, not ended; the roles of their pages
         self._staged: list[_Staged] = []  # GUARDED_BY(_lock); those that may still be waited for
+        self.observe: Callable[..., Transfer] = Transfer
+        """Makes what callers see of a batch; `stepwell.testing.stepped` has one that works while it waits."""
 
     @property
     def mover(self) -> _core.Mover | None:
@@ -428,7 +430,7 @@ class Copies:
         if not isinstance(core, _core.Transfer):
             return None
         at = None if deadline is None else self._clock.monotonic() + deadline
-        transfer = Transfer(core, self._clock, pages=plan.pages.size, deadline_at=at)
+        transfer = self.observe(core, self._clock, pages=plan.pages.size, deadline_at=at)
         with self._lock:
             self._watched[tag] = _Watched(transfer, core, is_load, epoch, plan.roles, foreign, after)
         return transfer

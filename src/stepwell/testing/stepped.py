@@ -3,12 +3,15 @@ background rounds when they are called."""
 
 from __future__ import annotations
 
+import functools
 import random
-from typing import Protocol
+from typing import Any, Protocol
 
+from stepwell import _core
 from stepwell.clock import Clock
 from stepwell.config import StoreConfig
 from stepwell.keeper import Keepers
+from stepwell.mover import Transfer
 from stepwell.store import PageStore
 
 COPY_QUEUE = 0
@@ -67,12 +70,32 @@ class SteppedMover:
         raise RuntimeError(f"mover not idle after {limit} units")
 
 
+class SteppedTransfer(Transfer):
+    """A transfer of a stepped store: who waits does the work."""
+
+    __slots__ = ("_mover",)
+
+    def __init__(self, mover: SteppedMover, core: _core.Transfer, clock: Clock, **given: Any) -> None:
+        super().__init__(core, clock, **given)
+        self._mover = mover
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Step the mover until every page is decided; with a timeout of 0 or less only look.
+
+        Returns: False where nothing is left to do and it is not: what it waits for is nobody's.
+        """
+        while not self.done and (timeout is None or timeout > 0):
+            if not self._mover.step():
+                return self.done
+        return self.done
+
+
 class SteppedStore(PageStore):
     """A store in which nothing moves and no background round runs until it is told to.
 
-    `mover` steps it; `tick()` does every background round. What waits for bytes (flush, load_keys, save_keys, verify,
-    Transfer.wait) waits for ever here unless nothing is under way: run `mover.run_until_idle()` first. With a device
-    tier its lander (`sw-device`) still is a thread.
+    `mover` steps it; `tick()` does every background round. What waits for a transfer (flush, load_keys, save_keys,
+    verify, Transfer.wait) steps the mover itself until the transfer is decided. With a device tier its lander
+    (`sw-device`) still is a thread.
 
     Args:
         seed: decides the order of the mover's units.
@@ -83,10 +106,19 @@ class SteppedStore(PageStore):
         mover = self._copies.mover
         assert mover is not None, "the store is open"
         self.mover = SteppedMover(mover, seed=seed)
+        self._copies.observe = functools.partial(SteppedTransfer, self.mover)
+        self._copies.wait = self._wait  # type: ignore[method-assign]
 
     def tick(self) -> None:
         """Do every background round here and now."""
         self._tick()
+
+    def _wait(self, core: _core.Transfer, timeout: float | None) -> bool:
+        """Step until a transfer has ended. False: it has not, and nothing is left to do."""
+        while not core.done:
+            if not self.mover.step():
+                return core.done
+        return True
 
     def _workers(self) -> dict[str, int]:
         return {"copy_threads": 0, "io_threads": 0}
