@@ -288,16 +288,24 @@ class PageStore:
         if not targets:
             return self._refuse_save(name_space, checked, pages, inbox)
         mask = tier_mask(*targets)
-        # Touch and pin what is here of this chain, so that making room for its tail does not take its head.
-        held = Match(self._index, self._index.match_and_pin(name_space, checked, mask), self._page_tokens)
+        held: list[Match] = []
         try:
-            known = {tier: self._index.match_length(name_space, checked, tier_mask(tier)) for tier in targets}
-            meant = self._room.meant_for(keys, sum(known.get(Tier.SHARED, (0, 0))))
-            for tier, (here, _) in known.items():
-                self._room.make(tier, self._room.pages_for(tier, pages, meant) - here, patience=_GROWTH_SECONDS)
+            # Touch and pin what is here of this chain, so that making room for its tail does not take its head. A match
+            # pins each page in one tier alone: each tier that is to make room gets one of its own.
+            for tiers in (targets, *((tier,) for tier in targets)):
+                found = self._index.match_and_pin(name_space, checked, tier_mask(*tiers))
+                held.append(Match(self._index, found, self._page_tokens))
+            known = dict(zip(targets, held[1:], strict=True))
+            in_shared = known.get(Tier.SHARED)
+            meant = self._room.meant_for(
+                keys, 0 if in_shared is None else in_shared.pages + in_shared.pending // self._page_tokens
+            )
+            for tier, here in known.items():
+                self._room.make(tier, self._room.pages_for(tier, pages, meant) - here.pages, patience=_GROWTH_SECONDS)
             batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask, meant)
         finally:
-            held.close()
+            for match in held:
+                match.close()
         full = None
         looked_at = min(pages, batch.full_at)
         outcomes = batch.outcomes[:looked_at]
@@ -1243,9 +1251,14 @@ class PageStore:
         return known, seed
 
     def _end_probes(self, tier: Tier) -> bool:
-        """End the older half of the probe leases that hold pages of a tier. False: there are none."""
+        """End the older half of the probe leases that hold pages of a tier. False: there are none.
+
+        A lease by keys holds its pages in every tier: where none was found in this one, those found nearer may be what
+        keeps it full.
+        """
         with self._lock:
-            holding = [match for _, match in self._leases if tier in match.tiers]
+            leases = [match for _, match in self._leases]
+            holding = [match for match in leases if tier in match.tiers] or leases
             ending = holding[: (len(holding) + 1) // 2]
             chosen = set(map(id, ending))
             self._leases = [each for each in self._leases if id(each[1]) not in chosen]

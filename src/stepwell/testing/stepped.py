@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from stepwell import _core
@@ -44,18 +45,24 @@ class SteppedMover:
         self._mover = mover
         self._random = random.Random(seed)
         self.steps = 0
+        self.before: Callable[[], None] = lambda: None
+        self.after: Callable[[], None] = lambda: None
+        """What looks on: called before each look for a unit, and after each unit that ran, whoever asked for it."""
 
     def step(self, queue: int | None = None) -> bool:
         """Run one unit: of `queue`, or of the queue that the seed says, else of the other.
 
         Returns: whether a unit was waiting.
         """
+        self.before()
         if queue is None:
             first = self._random.choice((COPY_QUEUE, IO_QUEUE))
             ran = self._mover.step(first) or self._mover.step(IO_QUEUE - first)
         else:
             ran = self._mover.step(queue)
         self.steps += ran
+        if ran:
+            self.after()
         return ran
 
     def run_until_idle(self, *, limit: int = 1_000_000) -> int:

@@ -1,0 +1,452 @@
+"""Say what stepwell promises: the whole store as a dict.
+
+Whoever reads only this file knows what a store does with a page. The model has no bytes, no threads and no slots. What
+is the store's to choose (which copy is made first, how many pages leave to make room) it is told in `see`; it refuses
+with `BrokenPromise` what no rule allows. The promises, each with the place where it is held to:
+
+    1  Immutable: a page is its key. Whoever saves a key that is here, or on its way, changes nothing.      claimable
+    2  Resident means readable: complete, verified, of this epoch. Nothing is resident that did not arrive.       see
+    3  A pinned page stays where it is pinned. A pin() keeps the last lasting copy.                            _leave
+    4  Slots add up: free + arriving + resident + leaving + quarantined = capacity, and none is another's.    adds_up
+    5  A match ends at the first page that no tier has. It says why, and finds each page in the nearest tier.    find
+    6  Full is a value: a page is refused only where nothing more could leave.                             may_refuse
+    7  What failed or was given up is as if it had not been begun.                                                see
+    8  A crash keeps what was resident in a lasting tier, and brings back nothing else.                         crash
+    9  A damaged page is found by who reads it, is quarantined, and is never offered again.                 find, see
+    10 The page that leaves is the one used longest ago, and never before the pages that continue it.          _leave
+
+A page is used by every look-up that finds it, every save that names it, and every pin(). `stepwell.testing.world` holds
+a store to this file after every step; `stepwell.testing.index_model` has the same for the index alone, to the last id.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from stepwell.index import Miss, Residency, Tier
+
+ABSENT, ARRIVING, RESIDENT, LEAVING, QUARANTINED = range(5)
+assert [each.name for each in Residency] == ["ABSENT", "ARRIVING", "RESIDENT", "LEAVING", "QUARANTINED"]
+TIERS = len(Tier)
+
+States = tuple[int, ...]
+"""The residency of one page, by tier."""
+
+
+class BrokenPromise(AssertionError):  # noqa: N818 it is what it says
+    """The store did what no rule allows."""
+
+
+@dataclass(slots=True)
+class Page:
+    """One page. Invariant: it is known while it is somewhere, wanted by somebody, or continued by a known page."""
+
+    parent: bytes | None = None  # None: it is the first of its chain, or nobody has said
+    children: int = 0
+    at: list[int] = field(default_factory=lambda: [ABSENT] * TIERS)
+    pins: list[int] = field(default_factory=lambda: [0] * TIERS)  # of leases, where they found it
+    claims: int = 0  # of transfers that bring it somewhere: they hold it in every tier
+    holds: int = 0  # of pin()
+    damaged: list[bool] = field(default_factory=lambda: [False] * TIERS)  # nobody has read it since
+
+    def is_pinned(self, tier: int) -> bool:
+        """Say whether it must stay in a tier: somebody reads it there, or it is on its way to another."""
+        return self.pins[tier] > 0 or self.claims > 0 or ARRIVING in self.at
+
+
+class Found(NamedTuple):
+    """What a match says: pages of the prefix, the tier of each, pages behind it that are on their way, why it ends."""
+
+    pages: int
+    tiers: list[int]
+    pending: int
+    miss: Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step may do, beside what it must.
+
+    wanted: pages that may be brought somewhere. named: pages that the caller takes out himself. room: others may leave
+    for them. lands: what is on its way may arrive. gives_up: it may be lost on the way. mends: quarantined slots may be
+    freed. returns: pages that may appear, by tier, for a volume was adopted.
+    """
+
+    wanted: Collection[bytes] = ()
+    named: Collection[bytes] = ()
+    room: bool = False
+    lands: bool = False
+    gives_up: bool = False
+    mends: bool = False
+    returns: Mapping[bytes, Collection[int]] = field(default_factory=dict)
+
+
+NOTHING = Step()
+
+
+class StoreModel:
+    """A store's pages of the present epoch, and what is known of those of others.
+
+    Invariant: `order[tier]` has the resident pages of a tier that may leave, the first to leave first; of two pages of
+    one chain, the one that continues the other stands before it.
+
+    Args:
+        tiers: that the store has. lasting: those that pin() keeps pages in and a save writes to.
+        is_ordered: whether everything that uses pages goes through this model; else who leaves first is not judged.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], lasting: Sequence[Tier], *, is_ordered: bool = True) -> None:
+        self.tiers = [int(tier) for tier in tiers]
+        self.lasting = [int(tier) for tier in lasting]
+        self.is_ordered = is_ordered
+        self.epoch = 0
+        self.pages: dict[bytes, Page] = {}
+        self.others: dict[int, dict[bytes, Page]] = {}
+        self.order: list[list[bytes]] = [[] for _ in range(TIERS)]
+        self.counts = [[0] * len(Residency) for _ in range(TIERS)]  # of `pages`, by tier and residency
+        self.holds: dict[bytes, int] = {}  # last page of a pinned chain -> pins
+        self.courtesies: set[bytes] = set()  # pages that probes have asked for: they stay if that costs nobody anything
+        self.carried: set[bytes] = set()  # pages that the store brings nearer by itself: they stay until that has ended
+
+    # ---- what can be asked -------------------------------------------------------------------------------------------
+
+    def states(self, key: bytes) -> States:
+        """Say what a page is in each tier."""
+        page = self.pages.get(key)
+        return (ABSENT,) * TIERS if page is None else tuple(page.at)
+
+    def nearest(self, key: bytes, usable: Collection[int]) -> tuple[int | None, Miss]:
+        """Say in which tier a page is read, the one nearest to the computation; or why in none."""
+        states = self.states(key)
+        for tier in sorted(usable):
+            if states[tier] in (RESIDENT, LEAVING):
+                return tier, Miss.NONE
+        present = {states[tier] for tier in usable}
+        if ARRIVING in present:
+            return None, Miss.PENDING
+        return None, Miss.QUARANTINED if QUARANTINED in present else Miss.ABSENT
+
+    def find(self, keys: Sequence[bytes], usable: Collection[int]) -> Found:
+        """Say what a match of a chain finds (5): the leading run of pages that are in some usable tier."""
+        tiers: list[int] = []
+        miss = Miss.NONE
+        for key in keys:
+            tier, miss = self.nearest(key, usable)
+            if tier is None:
+                break
+            tiers.append(tier)
+        pending = 0
+        if miss is Miss.PENDING:
+            for key in keys[len(tiers) :]:
+                tier, why = self.nearest(key, usable)
+                if tier is None and why is not Miss.PENDING:
+                    break
+                pending += 1
+        return Found(len(tiers), tiers, pending, miss)
+
+    def claimable(self, key: bytes, tiers: Iterable[int]) -> list[int]:
+        """Say where a save of a page writes it: only where it is not, and is not on its way (1)."""
+        states = self.states(key)
+        return [tier for tier in tiers if states[tier] == ABSENT]
+
+    def may_refuse(self, tier: int, free: int, keys: Collection[bytes]) -> bool:
+        """Say whether a tier may refuse a page (6): no slot is free, and every page in it has to stay, or is one of
+        those that are saved together."""
+        return free == 0 and all(
+            self.pages[key].is_pinned(tier) or key in keys or key in self.carried for key in self.order[tier]
+        )
+
+    def kept(self, keys: Iterable[bytes]) -> int:
+        """Count the leading pages that a lasting tier has: what a pin() of them keeps now."""
+        count = 0
+        for key in keys:
+            if not self._lasts(self.pages.get(key)):
+                break
+            count += 1
+        return count
+
+    def adds_up(self, tier: int, counts: Mapping[str, int], *, others: int = 0) -> None:
+        """Hold a tier's slots to (4). others: slots of pages of other epochs, and those a sequence computes into."""
+        parts = sum(counts[part] for part in ("free", "arriving", "resident", "leaving", "quarantined"))
+        if parts != counts["capacity"]:
+            raise BrokenPromise(f"{Tier(tier)}: slots do not add up: {counts}")
+        for name, residency in (("arriving", ARRIVING), ("resident", RESIDENT), ("quarantined", QUARANTINED)):
+            here = self.counts[tier][residency]
+            if not here <= counts[name] <= here + others:
+                raise BrokenPromise(f"{Tier(tier)}: {counts[name]} slots are {name}, {here} pages are")
+
+    # ---- use: what makes a page stay longer --------------------------------------------------------------------------
+
+    def link(self, keys: Sequence[bytes]) -> None:
+        """Learn that pages follow one another: their tokens, or the caller of save_keys, say so."""
+        for parent, key in itertools.pairwise(keys):
+            page = self.know(key)
+            if page.parent is None:
+                page.parent = parent
+                self.know(parent).children += 1
+
+    def use(self, key: bytes) -> None:
+        """Use a page, and with it what it continues: from its tail to its head, so that the head leaves last (10)."""
+        for each in self._chain(key):
+            for tier in self.tiers:
+                order = self.order[tier]
+                if each in order:
+                    order.remove(each)
+                    order.append(each)
+
+    def use_path(self, keys: Sequence[bytes]) -> None:
+        """Use a chain given by its tokens."""
+        if keys:
+            self.link(keys)
+            self.use(keys[-1])
+            self.forget_unknown(keys)
+
+    def use_keys(self, keys: Sequence[bytes]) -> None:
+        """Use pages given by their keys: each, as far as nobody has said that the next one continues it."""
+        for place, key in enumerate(keys):
+            after = self.pages.get(keys[place + 1]) if place + 1 < len(keys) else None
+            if after is None or after.parent != key:
+                self.use(key)
+
+    # ---- pins --------------------------------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[bytes], tiers: Sequence[int], change: int) -> None:
+        """Count (+1) or return (-1) a lease's pins: each page stays in the tier it was found in (3)."""
+        for key, tier in zip(keys, tiers, strict=True):
+            self.know(key).pins[tier] += change
+        self.forget_unknown(keys)
+
+    def claim(self, keys: Iterable[bytes], change: int) -> None:
+        """Count or return the pins of a transfer that brings pages somewhere."""
+        keys = list(keys)
+        for key in keys:
+            self.know(key).claims += change
+        self.forget_unknown(keys)
+
+    def hold(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Pin a chain with pin(): its leading pages that are somewhere or on their way. Returns these."""
+        covered = 0
+        for key in keys:
+            if not {ARRIVING, RESIDENT, LEAVING} & set(self.states(key)):
+                break
+            covered += 1
+        chain = list(keys[:covered])
+        if chain:
+            self.use_path(chain)
+            self.holds[chain[-1]] = self.holds.get(chain[-1], 0) + 1
+            if self.holds[chain[-1]] == 1:
+                for key in chain[::-1]:
+                    self.pages[key].holds += 1
+                    self._settle(key)
+        return chain
+
+    def unhold(self, chain: Sequence[bytes]) -> None:
+        """End a pin(): its pages may leave again, as ones just used."""
+        if not chain or chain[-1] not in self.holds:
+            return
+        self.holds[chain[-1]] -= 1
+        if self.holds[chain[-1]] == 0:
+            del self.holds[chain[-1]]
+            for key in chain:
+                self.pages[key].holds -= 1
+                self._settle(key)
+            self.forget_unknown(chain)
+
+    # ---- moves -------------------------------------------------------------------------------------------------------
+
+    def see(self, now: Mapping[bytes, States], step: Step = NOTHING) -> None:
+        """Take over what pages are now, in each tier, after a step; refuse what the step may not have done."""
+        gone: list[list[bytes]] = [[] for _ in range(TIERS)]
+        moves: list[tuple[bytes, int, int]] = []
+        for key, states in now.items():
+            before = self.states(key)
+            if before == states:
+                continue
+            for tier in range(TIERS):
+                was, became = before[tier], states[tier]
+                if was == became:
+                    continue
+                if was == RESIDENT and became in (ABSENT, ARRIVING, LEAVING):
+                    gone[tier].append(key)
+                if (was, became) != (RESIDENT, ABSENT):
+                    moves.append((key, tier, became))
+        for tier in range(TIERS):
+            if gone[tier]:
+                self._leave(tier, gone[tier], step)
+        for key, tier, became in moves:
+            self._move(key, tier, became, step)
+        self.forget_unknown(now)
+
+    def _move(self, key: bytes, tier: int, became: int, step: Step) -> None:
+        page = self.know(key)
+        was = page.at[tier]
+        match (was, became):
+            case (0, 1) | (4, 1):  # ABSENT -> ARRIVING: nobody brings what nobody wants
+                allowed = key in step.wanted and (was == ABSENT or step.mends)
+            case (1, 2):  # ARRIVING -> RESIDENT
+                allowed = step.lands
+            case (1, 0):  # ARRIVING -> ABSENT: as if it had not been begun (7)
+                allowed = step.gives_up
+            case (0, 2):  # ABSENT -> RESIDENT: in one step it was claimed and has landed, or its volume was adopted
+                allowed = (key in step.wanted and step.lands) or tier in step.returns.get(key, ())
+            case (2, 4) | (1, 4):  # RESIDENT -> QUARANTINED: only who reads what is damaged finds that (9)
+                allowed = page.damaged[tier]
+            case (4, 0):  # QUARANTINED -> ABSENT: its slot was rewritten and read back
+                allowed = step.mends
+            case _:
+                allowed = False
+        if not allowed:
+            raise BrokenPromise(
+                f"page {name(key)} in {Tier(tier)}: {Residency(was).name} -> {Residency(became).name}, and {step} "
+                "does not say why"
+            )
+        self._put(page, tier, became)
+        self._settle(key)
+
+    def _put(self, page: Page, tier: int, residency: int) -> None:
+        self.counts[tier][page.at[tier]] -= 1
+        self.counts[tier][residency] += 1
+        page.at[tier] = residency
+        page.damaged[tier] = False
+
+    def _leave(self, tier: int, gone: list[bytes], step: Step) -> None:
+        """Let pages leave a tier together: no pinned one (3), none before another that was used longer ago (10)."""
+        for key in gone:
+            page = self.pages[key]
+            if page.is_pinned(tier):
+                raise BrokenPromise(f"page {name(key)} left {Tier(tier)}, where it is pinned")
+            if key not in step.named and not step.room:
+                raise BrokenPromise(f"page {name(key)} left {Tier(tier)}, and nobody made room ({step})")
+        chosen = {key for key in gone if key not in step.named}
+        soft = self.courtesies | self.carried
+        for key in self.order[tier] if self.is_ordered else ():
+            if not chosen:
+                break
+            if key in chosen:
+                chosen.remove(key)
+            elif not self.pages[key].is_pinned(tier) and key not in step.named and key not in soft:
+                first = min(chosen, key=lambda each: self._place(tier, each))
+                raise BrokenPromise(f"page {name(first)} left {Tier(tier)} before {name(key)}, used longer ago")
+        if self.is_ordered and chosen:
+            raise BrokenPromise(f"page {name(min(chosen))} left {Tier(tier)}, which was the last copy of a pinned page")
+        for key in gone:
+            self._put(self.pages[key], tier, ABSENT)
+        for key in gone:
+            self._settle(key)
+            if tier in self.lasting and self.pages[key].holds and not self._lasts(self.pages[key]):
+                raise BrokenPromise(f"page {name(key)} left {Tier(tier)}: pin() kept it, and no lasting tier has it")
+
+    def _place(self, tier: int, key: bytes) -> int:
+        return self.order[tier].index(key) if key in self.order[tier] else -1
+
+    def _settle(self, key: bytes) -> None:
+        """Have the page stand in the order of each tier where it may leave, and only there."""
+        page = self.pages[key]
+        for tier in self.tiers:
+            order = self.order[tier]
+            is_last = page.holds > 0 and [each for each in self.lasting if page.at[each] == RESIDENT] == [tier]
+            may_leave = page.at[tier] == RESIDENT and not is_last
+            if may_leave and key not in order:
+                order.insert(self._arrival(tier, key), key)
+            elif not may_leave and key in order:
+                order.remove(key)
+
+    def _arrival(self, tier: int, key: bytes) -> int:
+        """Say where a page enters the order: as one just used, but before what it continues. One that continues a page
+        which is nowhere cannot be found by a match, and leaves first."""
+        page, order = self.pages[key], self.order[tier]
+        if page.parent is not None and page.children == 0 and not any(self.pages[page.parent].at):
+            return 0
+        for ancestor in self._chain(page.parent):
+            if ancestor in order:
+                return order.index(ancestor)
+        return len(order)
+
+    # ---- damage, epochs, crashes -------------------------------------------------------------------------------------
+
+    def damage(self, key: bytes, tier: int) -> None:
+        """Have the bytes of a page be wrong in a tier, unknown to the store."""
+        if self.states(key)[tier] == RESIDENT:
+            self.pages[key].damaged[tier] = True
+
+    def turn(self, epoch: int) -> dict[bytes, Page]:
+        """Change the epoch: pages of another are misses, its pins have ended. Returns what may come back."""
+        if epoch == self.epoch:
+            return self.pages
+        self.others[self.epoch] = self.pages
+        self.epoch = epoch
+        known = self.others.pop(epoch, {})
+        self._empty()
+        return known
+
+    def crash(self) -> dict[bytes, set[int]]:
+        """End the process, however: what it holds is gone with it (8).
+
+        Returns:
+            What the next one finds: every page of this epoch that a lasting tier has, and no other.
+        """
+        found = {
+            key: {tier for tier in self.lasting if tier != Tier.HOST and page.at[tier] == RESIDENT}
+            for key, page in self.pages.items()
+        }
+        self.others.clear()
+        self._empty()
+        return {key: tiers for key, tiers in found.items() if tiers}
+
+    def _empty(self) -> None:
+        self.pages = {}
+        self.order = [[] for _ in range(TIERS)]
+        self.counts = [[0] * len(Residency) for _ in range(TIERS)]
+        self.holds.clear()
+        self.courtesies.clear()
+        self.carried.clear()
+
+    def appear(self, tier: int, keys: Sequence[bytes]) -> None:
+        """Take over the pages that a tier has after a restart or a change of the epoch, the first to leave first."""
+        for key in keys:
+            self._put(self.know(key), tier, RESIDENT)
+            self.order[tier].append(key)
+
+    def still_arrive(self, key: bytes, tiers: Iterable[int]) -> None:
+        """Take over a page that was on its way when the epoch changed, and still is when it changes back."""
+        for tier in tiers:
+            self._put(self.know(key), tier, ARRIVING)
+
+    # ---- records -----------------------------------------------------------------------------------------------------
+
+    def know(self, key: bytes) -> Page:
+        """Return what is known of a page; from now on something is."""
+        page = self.pages.get(key)
+        if page is None:
+            page = self.pages[key] = Page()
+        return page
+
+    def forget_unknown(self, keys: Iterable[bytes]) -> None:
+        """Drop what is known of pages that are nowhere, that nobody wants and that no known page continues."""
+        for key in keys:
+            page = self.pages.get(key)
+            while page is not None and not (
+                any(page.at) or any(page.pins) or page.claims or page.holds or page.children
+            ):
+                del self.pages[key]
+                if page.parent is None:
+                    break
+                key, page = page.parent, self.pages[page.parent]
+                page.children -= 1
+
+    def _chain(self, key: bytes | None) -> Iterator[bytes]:
+        """Yield a page and what it continues, as far as that is known."""
+        while key is not None:
+            yield key
+            key = self.pages[key].parent if key in self.pages else None
+
+    def _lasts(self, page: Page | None) -> bool:
+        return page is not None and any(page.at[tier] == RESIDENT for tier in self.lasting)
+
+
+def name(key: bytes) -> str:
+    """Return a key as a message shows it."""
+    return key.hex()[:8]

@@ -1,0 +1,554 @@
+"""What a caller does to a store, as plain data: each operation draws its arguments out of a few values, so that a seed,
+hypothesis, or a line of text can all say the same run.
+
+    save(path=(0, 2), space=1)      the pages of a path in the tree of prompts, in a namespace
+    move(units=2)                   two units of the mover's work, in an order that the seed decides
+
+An operation returns whether there was anything to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stepwell.index import Tier
+from stepwell.mover import SaveOutcome, SaveResult
+from stepwell.testing.model import ABSENT, ARRIVING, RESIDENT, BrokenPromise, Step, name
+from stepwell.testing.world import MOST_PAGES, PAGE_TOKENS, Caller, Held, Prefix, World, prefix
+
+PATHS: Final = tuple(
+    path for pages in range(1, MOST_PAGES + 1) for path in itertools.product(range(3 if pages < 4 else 2), repeat=pages)
+)
+"""A tree of prompts: three branches a level, two from the fourth on, so that prefixes are shared and part."""
+SPACES: Final = (0, 0, 0, 1, 2)
+CALLERS: Final = (0, 0, 0, 1)
+
+Value = int | float | str | bool | None | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: what it is called, how often it is done beside the others, and what its arguments may be."""
+
+    name: str
+    weight: float
+    arguments: Mapping[str, Sequence[Value]]
+    run: Callable[..., bool]
+
+
+def operation(weight: float, **arguments: Sequence[Value]) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Make an operation of a method."""
+
+    def mark(method: Callable[..., bool]) -> Callable[..., bool]:
+        method.operation = (weight, arguments)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def operations_of(kind: type) -> dict[str, Operation]:
+    """Return the operations of a class, by name."""
+    found = {}
+    for each in dir(kind):
+        method = getattr(kind, each)
+        if hasattr(method, "operation"):
+            weight, arguments = method.operation
+            found[each] = Operation(each, weight, arguments, method)
+    return found
+
+
+def show(name_: str, arguments: Mapping[str, Value]) -> str:
+    """Return one step as a line of text."""
+    return f"{name_}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def read(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the steps of a text: one a line, or parted by semicolons.
+
+    Raises:
+        ValueError: it is none.
+    """
+    steps = []
+    for statement in ast.parse(text).body:
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
+            raise ValueError(f"line {statement.lineno} is no step: {ast.unparse(statement)}")
+        steps.append((call.func.id, {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}))
+    return steps
+
+
+class Operations:
+    """The simple calls, keys, and care, on the stores of a world; and what happens to processes and files."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def caller(self, who: int) -> Caller:
+        """Return one of the processes."""
+        return self.world.callers[who % len(self.world.callers)]
+
+    # ---- simple calls ------------------------------------------------------------------------------------------------
+
+    @operation(14, who=CALLERS, path=PATHS, space=SPACES)
+    def save(self, who: int, path: tuple[int, ...], space: int) -> bool:
+        """Save a prompt; its pages are on their way afterwards."""
+        it, named = self.caller(who), prefix(path, space)
+        slots = it.take(len(named.keys))
+        if slots is None:
+            return False
+        model, keys = it.model, named.keys
+        model.use_path(keys[: model.find(keys, it.lasting).pages])
+        before = [model.states(key) for key in keys]
+        with self.pinned(it, keys):
+            result = it.store.save(named.tokens, source=it.fill(slots, keys), namespace=named.namespace)
+            claimed = it.see(Step(wanted=keys, room=True))
+        model.use_path(keys[: len(keys) - result.refused + 1])
+        it.counted["saved"] += result.saved
+        self.check_save(it, keys, before, result, claimed)
+        it.start(result.transfer, claimed, [], slots, claimed)
+        return True
+
+    @contextmanager
+    def pinned(self, it: Caller, keys: Sequence[bytes]) -> Iterator[None]:
+        """Have the model keep inside the `with` block what a save finds of its own chain, in each tier: making room for
+        the tail does not take the head."""
+        runs = [(tier, keys[: it.model.find(keys, [tier]).pages]) for tier in it.lasting]
+        for change in (+1, -1):
+            for tier, run in runs:
+                it.model.pin(run, [tier] * len(run), change)
+            if change == 1:
+                yield
+
+    def check_save(
+        self,
+        it: Caller,
+        keys: Sequence[bytes],
+        before: Sequence[Sequence[int]],
+        result: SaveResult,
+        claimed: list[bytes],
+    ) -> None:
+        """A save writes each page where it is not (1), and refuses only where there is no room (6)."""
+        if result.saved + result.present + result.pending + result.refused != len(keys):
+            raise BrokenPromise(f"{result} does not add up to {len(keys)} pages")
+        if result.saved != len(claimed):
+            raise BrokenPromise(f"{result}: pages {list(map(name, claimed))} are on their way")
+        if (result.full is None) != (result.refused == 0) and not it.world.is_failing and result.refused:
+            raise BrokenPromise(f"{result} refuses without a word")
+        if it.world.is_failing:
+            return
+        looked_at = len(keys) - result.refused
+        free = {tier: it.index.claimable(tier) for tier in it.lasting}
+        for row, key in enumerate(keys):
+            lacking = [tier for tier in it.lasting if it.model.states(key)[tier] == ABSENT]
+            if it.world.shape.selective:
+                lacking = [tier for tier in lacking if tier != Tier.DISK]
+            if row > looked_at:
+                break
+            may_refuse = all(it.model.may_refuse(tier, free[tier], keys) for tier in lacking)
+            if lacking and it.model.is_ordered and not may_refuse:
+                raise BrokenPromise(f"page {name(key)} is not written to tiers {lacking}, which have room: {free}")
+        if any(ARRIVING in states for states in before) or result.pending == 0:
+            return
+        raise BrokenPromise(f"{result}: nothing was on its way")
+
+    @operation(10, who=CALLERS, path=PATHS, space=SPACES, order=("page", "layer"), deadline=(None, None, None, 5.0))
+    def load(self, who: int, path: tuple[int, ...], space: int, order: str, deadline: float | None) -> bool:
+        """Begin to load what is cached of a prompt."""
+        it, named = self.caller(who), prefix(path, space)
+        slots = it.take(len(named.keys))
+        if slots is None:
+            return False
+        with self.match(it, named) as match:
+            keys, tiers = named.keys[: match.pages], self.tiers_of(match)
+            it.model.pin(keys, tiers, +1)
+            slots, spare = slots[: match.pages], slots[match.pages :]
+            it.free.extend(spare)
+            transfer = it.store.load(match, into=it.blank(slots), order=order, deadline=deadline)  # type: ignore[arg-type]
+            claimed = it.see(Step(wanted=keys, room=True))
+            it.start(transfer, keys, tiers, slots, claimed)
+            it.model.pin(keys, tiers, -1)
+        return True
+
+    def match(self, it: Caller, named: Prefix) -> Any:
+        """Match a prompt, and compare what it says with the model."""
+        model, keys = it.model, named.keys
+        usable = self.usable(it)
+        expected = model.find(keys, usable)
+        match = it.store.match(named.tokens, namespace=named.namespace)
+        it.counted["looked up"] += len(keys)
+        it.counted["hits"] += match.pages
+        found = (match.pages, self.tiers_of(match), match.pending // PAGE_TOKENS, match.miss)
+        if found != tuple(expected):
+            match.close()
+            raise BrokenPromise(f"a match says {found}, the model {tuple(expected)}")
+        model.use_path(keys[: match.pages])
+        it.see(Step(wanted=keys[: match.pages], room=True))
+        return match
+
+    @staticmethod
+    def tiers_of(match: Any) -> list[int]:
+        """Return the tier of each page of a match."""
+        return [int(tier) for _, pages, tier in match.spans for _ in range(pages)]
+
+    @staticmethod
+    def usable(it: Caller) -> list[int]:
+        """Return the tiers that can be read now."""
+        mask = it.store._room.readable
+        return [tier for tier in it.tiers if mask >> tier & 1]
+
+    @operation(4, who=CALLERS, path=PATHS, space=SPACES)
+    def hold(self, who: int, path: tuple[int, ...], space: int) -> bool:
+        """Match a prompt, and keep the match open."""
+        it, named = self.caller(who), prefix(path, space)
+        if len(it.held) >= 3:
+            return False
+        match = self.match(it, named)
+        keys, tiers = named.keys[: match.pages], self.tiers_of(match)
+        it.model.pin(keys, tiers, +1)
+        it.held.append(Held(match, it.epoch, keys, tiers))
+        return True
+
+    @operation(4, who=CALLERS, which=range(3))
+    def let_go(self, who: int, which: int) -> bool:
+        """Close an open match."""
+        it = self.caller(who)
+        if not it.held:
+            return False
+        held = it.held.pop(which % len(it.held))
+        held.match.close()
+        if held.epoch == it.epoch:
+            it.model.pin(held.keys, held.tiers, -1)
+        return True
+
+    @operation(4, who=CALLERS, which=range(3))
+    def load_held(self, who: int, which: int) -> bool:
+        """Load an open match: all of it must come, for it is pinned."""
+        it = self.caller(who)
+        if not it.held:
+            return False
+        held = it.held[which % len(it.held)]
+        slots = it.take(len(held.keys))
+        if slots is None:
+            return False
+        transfer = it.store.load(held.match, into=it.blank(slots))
+        is_old = held.epoch != it.epoch
+        claimed = it.see(Step(wanted=() if is_old else held.keys, room=True))
+        if is_old:
+            if transfer.pages and transfer.ok.any():
+                raise BrokenPromise("pages of another epoch were served")
+            it.free.extend(slots)
+            return True
+        it.start(transfer, held.keys, held.tiers, slots, claimed)
+        return True
+
+    # ---- what runs ---------------------------------------------------------------------------------------------------
+
+    @operation(20, who=CALLERS, units=(1, 1, 1, 2, 8))
+    def move(self, who: int, units: int) -> bool:
+        """Let the mover do some units of work."""
+        it = self.caller(who)
+        count = 0
+        while count < units and it.unit():
+            count += 1
+        return count > 0
+
+    @operation(4, who=CALLERS)
+    def settle(self, who: int) -> bool:
+        """Let the mover do all there is to do."""
+        return self.caller(who).settle() > 0
+
+    @operation(1, who=CALLERS, which=range(3), how=("cancel", "revoke"))
+    def stop(self, who: int, which: int, how: str) -> bool:
+        """Cancel a transfer, or revoke the memory lent to it."""
+        it = self.caller(who)
+        if not it.running:
+            return False
+        each = it.running[which % len(it.running)]
+        it.excuse([each])
+        getattr(each.transfer, how)()
+        it.see(Step(gives_up=True))
+        it.poll()
+        return True
+
+    @operation(2, seconds=(0.1, 1.0, 6.0))
+    def advance(self, seconds: float) -> bool:
+        """Let time pass; deadlines that have passed hold from the next look on."""
+        self.world.clock.advance(seconds)
+        for it in self.world.callers:
+            late = [each for each in it.running if not each.core.decided and each.transfer.done]
+            it.excuse(late)
+            it.see(Step(gives_up=True))
+            it.poll()
+        return True
+
+    @operation(3, who=CALLERS)
+    def tick(self, who: int) -> bool:
+        """Do every background round."""
+        it = self.caller(who)
+        now = self.world.clock.monotonic()
+        it.excuse([each for each in it.running if each.transfer.done and not each.core.done])
+        ended = [chain for _, chain, at in it.pins if at <= now]
+        it.pins = [pin for pin in it.pins if pin[2] > now]
+        for chain in ended:
+            it.model.unhold(chain)
+        it.soften()
+        it.store.tick()
+        it.see(Step(room=True, mends=True, gives_up=True))
+        it.poll()
+        return True
+
+    # ---- keys --------------------------------------------------------------------------------------------------------
+
+    @operation(4, who=CALLERS, path=PATHS, space=SPACES, lease=(0.0, 1.0), readahead=(False, True))
+    def probe(self, who: int, path: tuple[int, ...], space: int, lease: float, readahead: bool) -> bool:
+        """Ask for keys; those found stay for a while, if that costs nobody anything."""
+        it, named = self.caller(who), prefix(path, space)
+        expected = it.model.find(named.keys, self.usable(it))
+        found = it.store.probe(named.rows, lease=lease, readahead=readahead)
+        if (found.run, found.tiers.tolist()) != (expected.pages, expected.tiers):
+            raise BrokenPromise(f"probe says {found}, the model {expected}")
+        it.counted["looked up"] += len(named.keys)
+        it.counted["hits"] += found.run
+        run = named.keys[: found.run]
+        it.model.use_keys(run)
+        it.probed.append((self.world.clock.monotonic() + lease, run))
+        it.model.courtesies.update(run)
+        if readahead:
+            it.model.carried.update(run)
+        it.see(Step(wanted=run, room=True))
+        return True
+
+    @operation(3, who=CALLERS, path=PATHS, space=SPACES, first=(0, 0, 1, 2))
+    def load_keys(self, who: int, path: tuple[int, ...], space: int, first: int) -> bool:
+        """Load pages by their keys, each on its own."""
+        it, named = self.caller(who), prefix(path, space)
+        keys, rows = named.keys[first:], named.rows[first:]
+        slots = it.take(len(keys))
+        if slots is None or not keys:
+            it.free.extend(slots or [])
+            return False
+        usable = self.usable(it)
+        before = [it.model.nearest(key, usable)[0] for key in keys]
+        it.note_damage()
+        damaged = {key for key in keys if any(it.model.know(key).damaged)}
+        it.model.forget_unknown(keys)
+        at = 0
+        while at < len(keys):
+            run = it.model.find(keys[at:], usable).pages
+            it.model.use_keys(keys[at : at + run])
+            at += run + 1
+        with it.waiting(Step(wanted=keys, named=keys, room=True)):
+            ok = it.store.load_keys(rows, into=it.blank(slots))
+        for slot, key, came, tier in zip(slots, keys, ok.tolist(), before, strict=True):
+            if came and not it.is_right(slot, key, it.epoch):
+                raise BrokenPromise(f"wrong bytes were served for page {name(key)}")
+            was_kept = tier is not None and it.model.states(key)[tier] == RESIDENT
+            if not came and was_kept and key not in damaged and not it.world.is_failing:
+                raise BrokenPromise(f"page {name(key)} is in {Tier(tier or 0)}, and did not come")
+            it.counted["loaded"] += came
+        it.rows[slots] = 0x5A
+        it.free.extend(slots)
+        return True
+
+    @staticmethod
+    def lenient(it: Caller) -> bool:
+        """Say whether what is on its way may be lost now."""
+        return it.world.is_failing or it.has_damage or any(each.excused for each in it.running)
+
+    @operation(3, who=CALLERS, path=PATHS, space=SPACES, first=(0, 0, 1, 2))
+    def save_keys(self, who: int, path: tuple[int, ...], space: int, first: int) -> bool:
+        """Save pages under their keys, and wait."""
+        it, named = self.caller(who), prefix(path, space)
+        keys, rows = named.keys[first:], named.rows[first:]
+        slots = it.take(len(keys))
+        if slots is None or not keys:
+            it.free.extend(slots or [])
+            return False
+        model = it.model
+        run = keys[: model.find(keys, it.lasting).pages]
+        model.use_keys(run)
+        model.claim(run, +1)
+        before = [model.states(key) for key in keys]
+        chain = named.keys[max(0, first - 1) :]
+
+        def claimed() -> None:
+            model.link(chain)
+            model.use_keys(keys)
+            model.claim(run, -1)
+            model.forget_unknown(named.keys[::-1])
+
+        with it.waiting(Step(wanted=keys, room=True), then=claimed):
+            outcomes = it.store.save_keys(
+                rows,
+                source=it.fill(slots, keys),
+                parent=named.keys[first - 1] if first else None,
+                first_of_chain=first == 0,
+            )
+        for key, outcome, states in zip(keys, outcomes.tolist(), before, strict=True):
+            here = [model.states(key)[tier] for tier in it.lasting]
+            if outcome == SaveOutcome.STORED and RESIDENT not in here and not self.lenient(it):
+                raise BrokenPromise(f"page {name(key)} was stored, and is nowhere")
+            if outcome == SaveOutcome.PRESENT and not any(states):
+                raise BrokenPromise(f"page {name(key)} is said to be present, and was nowhere")
+        model.forget_unknown(named.keys)
+        it.rows[slots] = 0x5A
+        it.free.extend(slots)
+        return True
+
+    # ---- care --------------------------------------------------------------------------------------------------------
+
+    @operation(3, who=CALLERS, tier=(Tier.HOST, Tier.SHARED, Tier.DISK), pages=(1, 2, 3, 100))
+    def evict(self, who: int, tier: int, pages: int) -> bool:
+        """Have pages of lowest rank leave a tier."""
+        it = self.caller(who)
+        before = self.resident(it, tier)
+        count = it.store.evict(Tier(tier), pages)
+        it.see(Step(room=True))
+        self.check_gone(it, count, {tier: before - self.resident(it, tier)})
+        if count < pages and it.model.is_ordered:
+            left = [key for key in it.model.order[tier] if not it.model.pages[key].is_pinned(tier)]
+            if any(key not in it.soft for key in left):
+                raise BrokenPromise(f"{count} of {pages} pages left {Tier(tier)}, others could have")
+        it.counted["evicted"] += count
+        return count > 0
+
+    @staticmethod
+    def resident(it: Caller, tier: int) -> int:
+        """Count the pages in a tier, of every epoch."""
+        return it.index.counts(tier)["resident"] if tier in it.tiers else 0
+
+    @staticmethod
+    def check_gone(it: Caller, said: int, gone: Mapping[int, int]) -> None:
+        """What is said to have left has left."""
+        if said != sum(gone.values()):
+            raise BrokenPromise(f"{said} pages are said to have left, {dict(gone)} did")
+
+    @operation(2, who=CALLERS, path=PATHS, space=SPACES, keep=(0, 1, 3))
+    def forget(self, who: int, path: tuple[int, ...], space: int, keep: int) -> bool:
+        """Drop the pages of a prompt past its first ones, from every tier."""
+        it, named = self.caller(who), prefix(path, space)
+        model, keys = it.model, named.keys
+        model.use_path(keys[: model.find(keys, self.usable(it)).pages])
+        known = keys[: next((row for row, key in enumerate(keys) if key not in model.pages), len(keys))]
+        dropped = self.named_to_leave(it, known[keep:])
+        before = {tier: self.resident(it, tier) for tier in it.tiers}
+        count = it.store.forget(named.tokens, namespace=named.namespace, keep=keep * PAGE_TOKENS)
+        it.see(Step(named=dropped))
+        self.check_gone(it, count, {tier: before[tier] - self.resident(it, tier) for tier in it.tiers})
+        for key in dropped:
+            states = model.states(key)
+            left = [tier for tier in it.tiers if states[tier] == RESIDENT and not model.pages[key].is_pinned(tier)]
+            if left and key not in model.courtesies:
+                raise BrokenPromise(f"page {name(key)} was forgotten, and is in {left} still")
+        return count > 0
+
+    @staticmethod
+    def named_to_leave(it: Caller, keys: Collection[bytes]) -> list[bytes]:
+        """Return those pages that no pin() keeps."""
+        return [key for key in keys if not it.model.pages[key].holds]
+
+    @operation(0.3, who=CALLERS)
+    def clear(self, who: int) -> bool:
+        """Drop every page that may leave."""
+        it = self.caller(who)
+        count = it.store.clear()
+        it.see(Step(room=True))
+        for tier in it.tiers if it.model.is_ordered else ():
+            for key in it.model.order[tier]:
+                if not it.model.pages[key].is_pinned(tier) and key not in it.soft:
+                    raise BrokenPromise(f"page {name(key)} is in {Tier(tier)} after all were dropped")
+        return count > 0
+
+    @operation(2, who=CALLERS, path=PATHS, space=SPACES, ttl=(1.0, 100.0))
+    def pin(self, who: int, path: tuple[int, ...], space: int, ttl: float) -> bool:
+        """Keep what is cached of a prompt."""
+        it, named = self.caller(who), prefix(path, space)
+        pin = it.store.pin(named.tokens, ttl=ttl, namespace=named.namespace)
+        if pin.full is not None:
+            if pin.full.needed + pin.full.pinned <= pin.full.allowed:
+                raise BrokenPromise(f"{pin.full} refuses what it allows")
+            covered = [key for key in named.keys if any(it.model.states(key))]
+            it.model.use_path(named.keys[: len(covered)] if named.keys[: len(covered)] == tuple(covered) else ())
+            return True
+        chain = it.model.hold(named.keys)
+        if (pin.tokens, pin.pending) != (
+            it.model.kept(chain) * PAGE_TOKENS,
+            (len(chain) - it.model.kept(chain)) * PAGE_TOKENS,
+        ):
+            raise BrokenPromise(f"{pin} of {len(chain)} pages, of which {it.model.kept(chain)} are in a lasting tier")
+        if chain:
+            it.pins.append((pin, chain, self.world.clock.monotonic() + ttl))
+        return bool(chain)
+
+    @operation(1, who=CALLERS, which=range(3))
+    def unpin(self, who: int, which: int) -> bool:
+        """End a pin."""
+        it = self.caller(who)
+        if not it.pins:
+            return False
+        pin, chain, _ = it.pins.pop(which % len(it.pins))
+        pin.close()
+        it.model.unhold(chain)
+        return True
+
+    @operation(0.3, who=CALLERS, epoch=range(3))
+    def set_epoch(self, who: int, epoch: int) -> bool:
+        """Change the weights: pages of any other epoch are misses from now on."""
+        it = self.caller(who)
+        if epoch == it.epoch:
+            return False
+        it.excuse()
+        it.store.set_epoch(epoch)
+        it.epoch = epoch
+        known = it.model.turn(epoch)
+        it.pins.clear()
+        here = it.dump()
+        for key, tiers in here.items():
+            page = known.get(key)
+            if page is None or any(page.at[tier] not in (RESIDENT, ARRIVING) for tier in tiers):
+                raise BrokenPromise(f"page {name(key)} of epoch {epoch} is in {tiers}, and was not")
+            if any(page.damaged):
+                it.world.is_failing = True
+        it.appear()
+        it.soften()
+        for key, tiers in here.items():
+            for tier in tiers:
+                it.model.pages[key].damaged[tier] = known[key].damaged[tier]
+        for key in known:
+            it.model.still_arrive(key, [tier for tier, each in enumerate(it.state(key, 1)) if each == ARRIVING])
+        for held in it.held:
+            if held.epoch == epoch:
+                it.model.pin(held.keys, held.tiers, +1)
+        for each in it.running:
+            if each.epoch == epoch:
+                it.model.claim(each.claimed, +1)
+                it.model.pin(each.keys if each.tiers else (), each.tiers, +1)
+        it.poll()
+        return True
+
+    # ---- what happens to processes and files -------------------------------------------------------------------------
+
+    @operation(0.3, who=CALLERS)
+    def reopen(self, who: int) -> bool:
+        """Close the store and open it again."""
+        self.world.reopen(self.caller(who))
+        return True
+
+    @operation(0.3, who=CALLERS)
+    def crash(self, who: int) -> bool:
+        """Kill the process in whatever it does, and start it again."""
+        if len(self.world.callers) > 1:
+            return False
+        self.world.crash(self.caller(who))
+        return True
+
+    @operation(0.5, who=CALLERS)
+    def audit(self, who: int) -> bool:
+        """Scan everything."""
+        self.caller(who).audit()
+        return True
