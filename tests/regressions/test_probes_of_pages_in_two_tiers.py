@@ -1,5 +1,5 @@
-"""A probe's lease held its pages in every tier, but was only ended for room in the tier that it found them in: a save was
-refused by a full disk for the sake of pages that the probe had found in host memory."""
+"""A probe's lease held its pages in every tier, but was only ended for room in the tier that it found them in: a save
+was refused by a full disk for the sake of pages that the probe had found in host memory."""
 
 from __future__ import annotations
 
