@@ -62,7 +62,10 @@ def shape_of(random_: random.Random) -> Shape:
     """Draw the shape of a world: any subset of the tiers that something can be saved to."""
     host, shared, disk = random_.choice(SIZES)
     selective = bool(shared and disk and random_.random() < 0.3)
-    return Shape(random_.choice((0, 0, 0, 1, 2)), host, shared, disk, selective, stores=1)
+    stores = 2 if shared + disk > 0 and random_.random() < 0.15 else 1
+    if stores == 2:
+        shared, disk = 2 * shared, 2 * disk
+    return Shape(random_.choice((0, 0, 0, 1, 2)), host, shared, disk, selective, stores)
 
 
 @contextmanager
@@ -97,18 +100,13 @@ def play(shape: Shape, seed: int, steps: Iterable[tuple[str, dict[str, Any]]], t
         try:
             for name, arguments in steps:
                 done.append((name, arguments))
-                has_done = getattr(operations, name)(**arguments)
-                for caller in it.callers:
-                    caller.check()
-                if has_done:
+                if operations.do(name, arguments):
                     totals.steps += 1
                     totals.operations[name] += 1
                 else:
                     totals.idle += 1
+            operations.end()
             for caller in it.callers:
-                caller.let_go()
-                caller.settle()
-                caller.audit()
                 totals.counted.update(caller.counted)
         except Exception as error:
             raise Failure(done, error) from error

@@ -66,13 +66,22 @@ class Found(NamedTuple):
     miss: Miss
 
 
+class After(NamedTuple):
+    """What is left of a process: its pages, by tier; and copies that are damaged. Of these, what was in quarantine may
+    be found again, for nothing on the medium says so: who reads it finds the damage anew."""
+
+    pages: dict[bytes, set[int]]
+    damaged: set[tuple[bytes, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one step may do, beside what it must.
 
     wanted: pages that may be brought somewhere. named: pages that the caller takes out himself. room: others may leave
     for them. lands: what is on its way may arrive. gives_up: it may be lost on the way. mends: quarantined slots may be
-    freed. returns: pages that may appear, by tier, for a volume was adopted.
+    freed. fails: calls on files fail, so that a page may be found unreadable. returns: pages that may appear, by tier,
+    for a volume was adopted.
     """
 
     wanted: Collection[bytes] = ()
@@ -81,6 +90,7 @@ class Step:
     lands: bool = False
     gives_up: bool = False
     mends: bool = False
+    fails: bool = False
     returns: Mapping[bytes, Collection[int]] = field(default_factory=dict)
 
 
@@ -94,12 +104,11 @@ class StoreModel:
     one chain, the one that continues the other stands before it.
 
     Args:
-        tiers: that the store has. lasting: those that pin() keeps pages in and a save writes to.
+        lasting: the tiers that a save writes to and that pin() keeps pages in.
         is_ordered: whether everything that uses pages goes through this model; else who leaves first is not judged.
     """
 
-    def __init__(self, tiers: Sequence[Tier], lasting: Sequence[Tier], *, is_ordered: bool = True) -> None:
-        self.tiers = [int(tier) for tier in tiers]
+    def __init__(self, lasting: Sequence[Tier], *, is_ordered: bool = True) -> None:
         self.lasting = [int(tier) for tier in lasting]
         self.is_ordered = is_ordered
         self.epoch = 0
@@ -107,6 +116,7 @@ class StoreModel:
         self.others: dict[int, dict[bytes, Page]] = {}
         self.order: list[list[bytes]] = [[] for _ in range(TIERS)]
         self.counts = [[0] * len(Residency) for _ in range(TIERS)]  # of `pages`, by tier and residency
+        self.damages = 0
         self.holds: dict[bytes, int] = {}  # last page of a pinned chain -> pins
         self.courtesies: set[bytes] = set()  # pages that probes have asked for: they stay if that costs nobody anything
         self.carried: set[bytes] = set()  # pages that the store brings nearer by itself: they stay until that has ended
@@ -191,8 +201,7 @@ class StoreModel:
     def use(self, key: bytes) -> None:
         """Use a page, and with it what it continues: from its tail to its head, so that the head leaves last (10)."""
         for each in self._chain(key):
-            for tier in self.tiers:
-                order = self.order[tier]
+            for order in self.order:
                 if each in order:
                     order.remove(each)
                     order.append(each)
@@ -293,7 +302,7 @@ class StoreModel:
             case (0, 2):  # ABSENT -> RESIDENT: in one step it was claimed and has landed, or its volume was adopted
                 allowed = (key in step.wanted and step.lands) or tier in step.returns.get(key, ())
             case (2, 4) | (1, 4):  # RESIDENT -> QUARANTINED: only who reads what is damaged finds that (9)
-                allowed = page.damaged[tier]
+                allowed = page.damaged[tier] or step.fails
             case (4, 0):  # QUARANTINED -> ABSENT: its slot was rewritten and read back
                 allowed = step.mends
             case _:
@@ -310,6 +319,7 @@ class StoreModel:
         self.counts[tier][page.at[tier]] -= 1
         self.counts[tier][residency] += 1
         page.at[tier] = residency
+        self.damages -= page.damaged[tier]
         page.damaged[tier] = False
 
     def _leave(self, tier: int, gone: list[bytes], step: Step) -> None:
@@ -345,8 +355,7 @@ class StoreModel:
     def _settle(self, key: bytes) -> None:
         """Have the page stand in the order of each tier where it may leave, and only there."""
         page = self.pages[key]
-        for tier in self.tiers:
-            order = self.order[tier]
+        for tier, order in enumerate(self.order):
             is_last = page.holds > 0 and [each for each in self.lasting if page.at[each] == RESIDENT] == [tier]
             may_leave = page.at[tier] == RESIDENT and not is_last
             if may_leave and key not in order:
@@ -369,8 +378,19 @@ class StoreModel:
 
     def damage(self, key: bytes, tier: int) -> None:
         """Have the bytes of a page be wrong in a tier, unknown to the store."""
-        if self.states(key)[tier] == RESIDENT:
+        if self.states(key)[tier] == RESIDENT and not self.pages[key].damaged[tier]:
             self.pages[key].damaged[tier] = True
+            self.damages += 1
+
+    @property
+    def has_damage(self) -> bool:
+        """Whether a page that is read now may turn out to be damaged."""
+        return self.damages > 0
+
+    def damaged_in(self, key: bytes) -> tuple[bool, ...]:
+        """Say by tier whether a page is damaged, and nobody has found it out."""
+        page = self.pages.get(key)
+        return (False,) * TIERS if page is None else tuple(page.damaged)
 
     def turn(self, epoch: int) -> dict[bytes, Page]:
         """Change the epoch: pages of another are misses, its pins have ended. Returns what may come back."""
@@ -382,23 +402,26 @@ class StoreModel:
         self._empty()
         return known
 
-    def crash(self) -> dict[bytes, set[int]]:
+    def crash(self) -> After:
         """End the process, however: what it holds is gone with it (8).
 
         Returns:
             What the next one finds: every page of this epoch that a lasting tier has, and no other.
         """
-        found = {
-            key: {tier for tier in self.lasting if tier != Tier.HOST and page.at[tier] == RESIDENT}
-            for key, page in self.pages.items()
-        }
+        tiers = [tier for tier in self.lasting if tier != Tier.HOST]
+        found = After({}, set())
+        for key, page in self.pages.items():
+            if here := {tier for tier in tiers if page.at[tier] == RESIDENT}:
+                found.pages[key] = here
+            found.damaged.update((key, tier) for tier in tiers if page.damaged[tier] or page.at[tier] == QUARANTINED)
         self.others.clear()
         self._empty()
-        return {key: tiers for key, tiers in found.items() if tiers}
+        return found
 
     def _empty(self) -> None:
         self.pages = {}
         self.order = [[] for _ in range(TIERS)]
+        self.damages = 0
         self.counts = [[0] * len(Residency) for _ in range(TIERS)]
         self.holds.clear()
         self.courtesies.clear()
@@ -410,10 +433,12 @@ class StoreModel:
             self._put(self.know(key), tier, RESIDENT)
             self.order[tier].append(key)
 
-    def still_arrive(self, key: bytes, tiers: Iterable[int]) -> None:
-        """Take over a page that was on its way when the epoch changed, and still is when it changes back."""
-        for tier in tiers:
-            self._put(self.know(key), tier, ARRIVING)
+    def stand(self, key: bytes, states: States) -> None:
+        """Take over a page that is not resident, but is not nowhere: it is on its way still, or its slot is
+        quarantined."""
+        for tier, residency in enumerate(states):
+            if residency in (ARRIVING, QUARANTINED):
+                self._put(self.know(key), tier, residency)
 
     # ---- records -----------------------------------------------------------------------------------------------------
 

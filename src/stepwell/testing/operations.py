@@ -10,22 +10,29 @@ An operation returns whether there was anything to do.
 from __future__ import annotations
 
 import ast
+import errno
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from stepwell.errors import StepwellError
 from stepwell.index import Tier
 from stepwell.mover import SaveOutcome, SaveResult
+from stepwell.testing.caller import Caller, Held
 from stepwell.testing.model import ABSENT, ARRIVING, RESIDENT, BrokenPromise, Step, name
-from stepwell.testing.world import MOST_PAGES, PAGE_TOKENS, Caller, Held, Prefix, World, prefix
+from stepwell.testing.pages import PAGE_TOKENS, Prefix, prefix
+from stepwell.testing.world import World
 
+MOST_PAGES: Final = 5
 PATHS: Final = tuple(
     path for pages in range(1, MOST_PAGES + 1) for path in itertools.product(range(3 if pages < 4 else 2), repeat=pages)
 )
 """A tree of prompts: three branches a level, two from the fourth on, so that prefixes are shared and part."""
+POINTS: Final = ("file.pread", "file.pwrite", "file.reserve", "file.sync", "file.open", "file.unlink", "file.*")
 SPACES: Final = (0, 0, 0, 1, 2)
+BELOW: Final = (1, 2, 3)
 CALLERS: Final = (0, 0, 0, 1)
 
 Value = int | float | str | bool | None | tuple[int, ...]
@@ -87,6 +94,28 @@ class Operations:
 
     def __init__(self, world: World) -> None:
         self.world = world
+
+    def do(self, name_: str, arguments: Mapping[str, Any]) -> bool:
+        """Do one operation, and check what must be true after each. Returns whether there was anything to do."""
+        world = self.world
+        has_done = bool(getattr(self, name_)(**arguments))
+        if world.failing_steps:
+            world.failing_steps -= 1
+            if world.failing_steps == 0:
+                world.heal()
+        for caller in world.callers:
+            caller.check()
+        return has_done
+
+    def end(self) -> None:
+        """Give everything back, and scan what is left."""
+        if self.world.is_failing:
+            self.world.heal()
+        for caller in self.world.callers:
+            caller.let_go()
+            caller.settle()
+            caller.check()
+            caller.audit()
 
     def caller(self, who: int) -> Caller:
         """Return one of the processes."""
@@ -177,29 +206,34 @@ class Operations:
     def match(self, it: Caller, named: Prefix) -> Any:
         """Match a prompt, and compare what it says with the model."""
         model, keys = it.model, named.keys
-        usable = self.usable(it)
+        usable = it.usable
         expected = model.find(keys, usable)
         match = it.store.match(named.tokens, namespace=named.namespace)
         it.counted["looked up"] += len(keys)
         it.counted["hits"] += match.pages
         found = (match.pages, self.tiers_of(match), match.pending // PAGE_TOKENS, match.miss)
-        if found != tuple(expected):
+        if it.world.is_shared and match.pages > expected.pages:
+            self.check_borrowed(it, keys[expected.pages : match.pages], found[1][expected.pages :])
+        elif found != tuple(expected) and not it.world.is_failing:
             match.close()
             raise BrokenPromise(f"a match says {found}, the model {tuple(expected)}")
         model.use_path(keys[: match.pages])
-        it.see(Step(wanted=keys[: match.pages], room=True))
+        # More of a neighbour's pages may be on their way than the match could promise.
+        it.see(Step(wanted=keys if it.world.is_shared else keys[: match.pages], room=True))
         return match
+
+    @staticmethod
+    def check_borrowed(it: Caller, keys: Sequence[bytes], tiers: Sequence[int]) -> None:
+        """What a look-up finds past the pages of its own is here too, or a neighbour had it and it is on its way."""
+        it.world.known_to_somebody(it.epoch, keys)
+        for key, tier in zip(keys, tiers, strict=True):
+            if tier != Tier.HOST and it.state(key, 1)[tier] != RESIDENT:
+                raise BrokenPromise(f"page {name(key)} is said to be in {Tier(tier)}, and is not")
 
     @staticmethod
     def tiers_of(match: Any) -> list[int]:
         """Return the tier of each page of a match."""
         return [int(tier) for _, pages, tier in match.spans for _ in range(pages)]
-
-    @staticmethod
-    def usable(it: Caller) -> list[int]:
-        """Return the tiers that can be read now."""
-        mask = it.store._room.readable
-        return [tier for tier in it.tiers if mask >> tier & 1]
 
     @operation(4, who=CALLERS, path=PATHS, space=SPACES)
     def hold(self, who: int, path: tuple[int, ...], space: int) -> bool:
@@ -297,9 +331,14 @@ class Operations:
         for chain in ended:
             it.model.unhold(chain)
         it.soften()
-        it.store.tick()
-        it.see(Step(room=True, mends=True, gives_up=True))
+        try:
+            it.store.tick()
+        except (StepwellError, OSError):
+            if not self.world.is_failing:
+                raise
+        it.see(Step(room=True, mends=True, gives_up=True, returns=self.world.adoptable(it.epoch)))
         it.poll()
+        self.world.check_budget()
         return True
 
     # ---- keys --------------------------------------------------------------------------------------------------------
@@ -308,9 +347,11 @@ class Operations:
     def probe(self, who: int, path: tuple[int, ...], space: int, lease: float, readahead: bool) -> bool:
         """Ask for keys; those found stay for a while, if that costs nobody anything."""
         it, named = self.caller(who), prefix(path, space)
-        expected = it.model.find(named.keys, self.usable(it))
+        expected = it.model.find(named.keys, it.usable)
         found = it.store.probe(named.rows, lease=lease, readahead=readahead)
-        if (found.run, found.tiers.tolist()) != (expected.pages, expected.tiers):
+        if it.world.is_shared and found.run > expected.pages:
+            self.check_borrowed(it, named.keys[expected.pages : found.run], found.tiers.tolist()[expected.pages :])
+        elif (found.run, found.tiers.tolist()) != (expected.pages, expected.tiers) and not it.world.is_failing:
             raise BrokenPromise(f"probe says {found}, the model {expected}")
         it.counted["looked up"] += len(named.keys)
         it.counted["hits"] += found.run
@@ -320,7 +361,7 @@ class Operations:
         it.model.courtesies.update(run)
         if readahead:
             it.model.carried.update(run)
-        it.see(Step(wanted=run, room=True))
+        it.see(Step(wanted=named.keys if it.world.is_shared else run, room=True))
         return True
 
     @operation(3, who=CALLERS, path=PATHS, space=SPACES, first=(0, 0, 1, 2))
@@ -329,14 +370,11 @@ class Operations:
         it, named = self.caller(who), prefix(path, space)
         keys, rows = named.keys[first:], named.rows[first:]
         slots = it.take(len(keys))
-        if slots is None or not keys:
-            it.free.extend(slots or [])
+        if slots is None:
             return False
-        usable = self.usable(it)
+        usable = it.usable
         before = [it.model.nearest(key, usable)[0] for key in keys]
-        it.note_damage()
-        damaged = {key for key in keys if any(it.model.know(key).damaged)}
-        it.model.forget_unknown(keys)
+        damaged = {key for key in keys if any(it.model.damaged_in(key))}
         at = 0
         while at < len(keys):
             run = it.model.find(keys[at:], usable).pages
@@ -351,14 +389,8 @@ class Operations:
             if not came and was_kept and key not in damaged and not it.world.is_failing:
                 raise BrokenPromise(f"page {name(key)} is in {Tier(tier or 0)}, and did not come")
             it.counted["loaded"] += came
-        it.rows[slots] = 0x5A
-        it.free.extend(slots)
+        it.give_back(slots)
         return True
-
-    @staticmethod
-    def lenient(it: Caller) -> bool:
-        """Say whether what is on its way may be lost now."""
-        return it.world.is_failing or it.has_damage or any(each.excused for each in it.running)
 
     @operation(3, who=CALLERS, path=PATHS, space=SPACES, first=(0, 0, 1, 2))
     def save_keys(self, who: int, path: tuple[int, ...], space: int, first: int) -> bool:
@@ -366,8 +398,7 @@ class Operations:
         it, named = self.caller(who), prefix(path, space)
         keys, rows = named.keys[first:], named.rows[first:]
         slots = it.take(len(keys))
-        if slots is None or not keys:
-            it.free.extend(slots or [])
+        if slots is None:
             return False
         model = it.model
         run = keys[: model.find(keys, it.lasting).pages]
@@ -391,18 +422,17 @@ class Operations:
             )
         for key, outcome, states in zip(keys, outcomes.tolist(), before, strict=True):
             here = [model.states(key)[tier] for tier in it.lasting]
-            if outcome == SaveOutcome.STORED and RESIDENT not in here and not self.lenient(it):
+            if outcome == SaveOutcome.STORED and RESIDENT not in here and not it.may_lose:
                 raise BrokenPromise(f"page {name(key)} was stored, and is nowhere")
             if outcome == SaveOutcome.PRESENT and not any(states):
                 raise BrokenPromise(f"page {name(key)} is said to be present, and was nowhere")
         model.forget_unknown(named.keys)
-        it.rows[slots] = 0x5A
-        it.free.extend(slots)
+        it.give_back(slots)
         return True
 
     # ---- care --------------------------------------------------------------------------------------------------------
 
-    @operation(3, who=CALLERS, tier=(Tier.HOST, Tier.SHARED, Tier.DISK), pages=(1, 2, 3, 100))
+    @operation(3, who=CALLERS, tier=BELOW, pages=(1, 2, 3, 100))
     def evict(self, who: int, tier: int, pages: int) -> bool:
         """Have pages of lowest rank leave a tier."""
         it = self.caller(who)
@@ -433,7 +463,7 @@ class Operations:
         """Drop the pages of a prompt past its first ones, from every tier."""
         it, named = self.caller(who), prefix(path, space)
         model, keys = it.model, named.keys
-        model.use_path(keys[: model.find(keys, self.usable(it)).pages])
+        model.use_path(keys[: model.find(keys, it.usable).pages])
         known = keys[: next((row for row, key in enumerate(keys) if key not in model.pages), len(keys))]
         dropped = self.named_to_leave(it, known[keep:])
         before = {tier: self.resident(it, tier) for tier in it.tiers}
@@ -508,19 +538,20 @@ class Operations:
         known = it.model.turn(epoch)
         it.pins.clear()
         here = it.dump()
-        for key, tiers in here.items():
+        if it.world.is_shared:
+            it.world.known_to_somebody(epoch, here)
+        for key, tiers in () if it.world.is_shared else here.items():
             page = known.get(key)
             if page is None or any(page.at[tier] not in (RESIDENT, ARRIVING) for tier in tiers):
                 raise BrokenPromise(f"page {name(key)} of epoch {epoch} is in {tiers}, and was not")
-            if any(page.damaged):
-                it.world.is_failing = True
         it.appear()
         it.soften()
         for key, tiers in here.items():
             for tier in tiers:
-                it.model.pages[key].damaged[tier] = known[key].damaged[tier]
+                if key in known and known[key].damaged[tier]:
+                    it.model.damage(key, tier)
         for key in known:
-            it.model.still_arrive(key, [tier for tier, each in enumerate(it.state(key, 1)) if each == ARRIVING])
+            it.model.stand(key, it.state(key, 1))
         for held in it.held:
             if held.epoch == epoch:
                 it.model.pin(held.keys, held.tiers, +1)
@@ -536,15 +567,34 @@ class Operations:
     @operation(0.3, who=CALLERS)
     def reopen(self, who: int) -> bool:
         """Close the store and open it again."""
+        if self.world.is_failing:
+            return False
         self.world.reopen(self.caller(who))
         return True
 
     @operation(0.3, who=CALLERS)
     def crash(self, who: int) -> bool:
         """Kill the process in whatever it does, and start it again."""
-        if len(self.world.callers) > 1:
+        if self.world.is_shared or self.world.is_failing:
             return False
         self.world.crash(self.caller(who))
+        return True
+
+    @operation(1, who=CALLERS, path=PATHS, space=SPACES, tier=BELOW, page=range(MOST_PAGES))
+    def damage(self, who: int, path: tuple[int, ...], space: int, tier: int, page: int) -> bool:
+        """Change one bit of a page where a tier keeps it."""
+        keys = prefix(path, space).keys
+        it = self.caller(who)
+        if self.world.is_shared or self.world.is_failing or it.model.damages > 3:
+            return False
+        return it.damage(keys[page % len(keys)], tier)
+
+    @operation(0.2, point=POINTS, error=(errno.EIO, errno.ENOSPC), nth=(0, 1, 1, 2, 5), steps=(1, 3, 10))
+    def fail(self, point: str, error: int, nth: int, steps: int) -> bool:
+        """Have calls on files fail for a while."""
+        if self.world.is_failing or self.world.is_shared:
+            return False
+        self.world.fail(point, error, nth=nth, steps=steps + 1)
         return True
 
     @operation(0.5, who=CALLERS)
