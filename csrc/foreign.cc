@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "fault.h"
+#include "fence.h"
 #include "sha256.h"
 
 namespace stepwell {
@@ -24,17 +25,6 @@ constexpr uint32_t kMostHashPages = 1024;
 constexpr uint32_t kAhead = 16;
 constexpr int kPlacesTried = 4;  // of one page, one after the other
 
-// What is read behind it is read later. TSan does not model fences; nothing here relies on it to.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"
-#pragma GCC diagnostic ignored "-Wtsan"
-#endif
-void acquire_fence() noexcept { std::atomic_thread_fence(std::memory_order_acquire); }
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-
 uint32_t hash_of(const Key& key, uint8_t kind, uint64_t epoch) noexcept {
   uint64_t hash = epoch ^ (uint64_t{kind} << 56) ^ (uint64_t{key.length} << 48);
   for (size_t i = 0; i < key.length; i += sizeof(uint64_t)) {
@@ -43,12 +33,6 @@ uint32_t hash_of(const Key& key, uint8_t kind, uint64_t epoch) noexcept {
     hash = mix64(hash ^ word);
   }
   return static_cast<uint32_t>(hash ^ (hash >> 32));
-}
-
-uint64_t first_word(const std::byte* bytes) noexcept {
-  uint64_t word;
-  std::memcpy(&word, bytes, sizeof(word));
-  return word;
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 
 #include "crc32c.h"
 #include "fault.h"
+#include "fence.h"
 #include "guard.h"
 
 namespace stepwell {
@@ -22,7 +23,6 @@ namespace {
 constexpr size_t kChunkBytes = 1u << 20;      // of records or stamps read at once
 constexpr uint64_t kPrefaultStep = 2u << 20;  // 512 first touches of about 4 us: 2 ms between looks at the stop flag
 constexpr uint64_t kSmallestPage = 4096;
-constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // beyond it (year 2116) a stamp is damage
 constexpr size_t kGenerationBytes = sizeof(uint64_t);
 
 #ifndef MADV_POPULATE_WRITE
@@ -36,19 +36,6 @@ bool fails(const char* point) noexcept { return fault::reach(point).error != 0; 
 
 // What a step ends with that failed itself, or at the fault point behind it.
 Status failed(Status status) noexcept { return status == Status::kOk ? Status::kIOError : status; }
-
-// FORMAT.md 3.1: no store of the page may be seen before the odd generation. TSan does not model fences; nothing here
-// relies on it to.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"
-#pragma GCC diagnostic ignored "-Wtsan"
-#endif
-void full_fence() noexcept { std::atomic_thread_fence(std::memory_order_seq_cst); }
-void acquire_fence() noexcept { std::atomic_thread_fence(std::memory_order_acquire); }
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 struct TouchJob {
   std::byte* first;
@@ -66,12 +53,6 @@ __attribute__((no_sanitize("thread"), noinline)) void touch_leaf(void* argument)
 Status touch(std::byte* first, uint64_t bytes) noexcept {
   TouchJob job{first, bytes};
   return guard::run(touch_leaf, &job);
-}
-
-uint64_t first_word(const std::byte* bytes) noexcept {
-  uint64_t word;
-  std::memcpy(&word, bytes, sizeof(word));
-  return word;
 }
 
 // The world failed, not the volume: another try may work, so that nobody must take it for damaged.
@@ -260,7 +241,7 @@ Status Volume::begin_write(uint32_t slot, Scratch& scratch, PageTarget* target) 
   if (fails("volume.begin")) return Status::kIOError;
   uint64_t odd = 0;
   if (Status status = make_odd(slot, &odd); status != Status::kOk) return status;
-  full_fence();
+  full_fence();  // FORMAT.md 3.1: no store of the page may be seen before the odd generation
   if (odd >= kGenerationLimit - 1) return Status::kInvalid;
   if (fails("volume.odd")) return Status::kIOError;
   if (Status status = ensure_free_is_durable(slot); status != Status::kOk) return status;

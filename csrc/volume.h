@@ -7,7 +7,9 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,9 +34,17 @@ constexpr uint32_t kRingEntryBytes = 16;
 constexpr uint64_t kMetadataAlignment = 4096;
 constexpr uint32_t kMaxVolumeSlots = 1u << 24;
 constexpr uint64_t kGenerationLimit = uint64_t{1} << 63;
+constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // beyond it (year 2116) a stamp is damage
 
 constexpr bool holds_page(uint64_t generation) noexcept {
   return generation != 0 && generation % 2 == 0 && generation < kGenerationLimit;
+}
+
+// The generation at the head of a record; the stamp of a recency entry.
+inline uint64_t first_word(const std::byte* bytes) noexcept {
+  uint64_t word;
+  std::memcpy(&word, bytes, sizeof(word));
+  return word;
 }
 
 enum class VolumeMedium : uint8_t { kShared = 1, kDisk = 2 };

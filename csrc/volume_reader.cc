@@ -1,41 +1,23 @@
 #include "volume_reader.h"
 
 #include <algorithm>
-#include <atomic>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "crc32c.h"
+#include "fence.h"
 
 namespace stepwell {
 
 namespace {
 
-constexpr uint32_t kSlotsAtOnce = 4096;              // of records and stamps read at once: 768 KiB
-constexpr uint64_t kStampLimit = uint64_t{1} << 62;  // as in volume.cc: beyond it a stamp is damage
-constexpr uint64_t kOpaquePiece = 64 * 1024;         // FORMAT.md 2.3
-constexpr uint64_t kSearchAPage = 4;                 // times its bytes: false matches are rare, so one pass is enough
+constexpr uint32_t kSlotsAtOnce = 4096;       // of records and stamps read at once: 768 KiB
+constexpr uint64_t kOpaquePiece = 64 * 1024;  // FORMAT.md 2.3
+constexpr uint64_t kSearchAPage = 4;          // times its bytes: false matches are rare, so one pass is enough
 constexpr uint64_t kSearchAVolume = uint64_t{1} << 30;  // bytes: some seconds
 constexpr int kTries = 4;
-
-// What is read behind it is read later. TSan does not model fences; nothing here relies on it to.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"
-#pragma GCC diagnostic ignored "-Wtsan"
-#endif
-void acquire_fence() noexcept { std::atomic_thread_fence(std::memory_order_acquire); }
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-
-uint64_t first_word(const std::byte* bytes) noexcept {
-  uint64_t word;
-  std::memcpy(&word, bytes, sizeof(word));
-  return word;
-}
 
 std::vector<uint64_t> pieces(uint64_t page_bytes) {
   std::vector<uint64_t> sizes(page_bytes / kOpaquePiece, kOpaquePiece);
