@@ -175,11 +175,20 @@ RecoveredColumns columns_of(const std::vector<RecoveredPage>& pages) {
   return columns;
 }
 
-using Recovered = std::tuple<Column<uint32_t>, BytesColumn, Column<uint8_t>, BytesColumn, Column<uint8_t>,
-                             Column<uint8_t>, Column<uint32_t>, Column<uint8_t>, Column<uint64_t>, Column<uint64_t>,
-                             Column<uint64_t>, uint64_t, uint64_t, uint64_t>;
+using Arrays = std::tuple<Column<uint32_t>, BytesColumn, Column<uint8_t>, BytesColumn, Column<uint8_t>, Column<uint8_t>,
+                          Column<uint32_t>, Column<uint8_t>, Column<uint64_t>, Column<uint64_t>, Column<uint64_t>>;
 
-Recovered recover(Volume& volume, uint64_t epoch) {
+Arrays arrays_of(RecoveredColumns&& columns) {
+  const size_t rows = columns.slots.size();
+  return {to_numpy(std::move(columns.slots)),          to_numpy(std::move(columns.keys), rows, kMaxKeyBytes),
+          to_numpy(std::move(columns.key_lengths)),    to_numpy(std::move(columns.parents), rows, kMaxKeyBytes),
+          to_numpy(std::move(columns.parent_lengths)), to_numpy(std::move(columns.parent_states)),
+          to_numpy(std::move(columns.depths)),         to_numpy(std::move(columns.kinds)),
+          to_numpy(std::move(columns.epochs)),         to_numpy(std::move(columns.stamps)),
+          to_numpy(std::move(columns.generations))};
+}
+
+auto recover(Volume& volume, uint64_t epoch) {
   RecoveryCounts counts;
   Status status;
   RecoveredColumns columns;
@@ -190,21 +199,8 @@ Recovered recover(Volume& volume, uint64_t epoch) {
     columns = columns_of(pages);
   }
   if (status != Status::kOk) raise_os_error(EIO);
-  const size_t count = columns.slots.size();
-  return {to_numpy(std::move(columns.slots)),
-          to_numpy(std::move(columns.keys), count, kMaxKeyBytes),
-          to_numpy(std::move(columns.key_lengths)),
-          to_numpy(std::move(columns.parents), count, kMaxKeyBytes),
-          to_numpy(std::move(columns.parent_lengths)),
-          to_numpy(std::move(columns.parent_states)),
-          to_numpy(std::move(columns.depths)),
-          to_numpy(std::move(columns.kinds)),
-          to_numpy(std::move(columns.epochs)),
-          to_numpy(std::move(columns.stamps)),
-          to_numpy(std::move(columns.generations)),
-          counts.other_epoch,
-          counts.duplicate,
-          counts.damaged + counts.worn};
+  const std::tuple rest(counts.other_epoch, counts.duplicate, counts.damaged + counts.worn);
+  return std::tuple_cat(arrays_of(std::move(columns)), rest);
 }
 
 template <size_t N>
@@ -460,11 +456,9 @@ std::tuple<uint64_t, std::optional<SlotRecord>> peek_record(const VolumeHeader& 
         file::pread_all(metadata_fd, bytes.data(), bytes.size(), header.records_offset + uint64_t{kRecordBytes} * slot);
   }
   if (result < 0) raise_os_error(-result);
-  uint64_t generation;
-  std::memcpy(&generation, bytes.data(), sizeof(generation));
   SlotRecord record;
-  if (!SlotRecord::decode(bytes.data(), &record)) return {generation, std::nullopt};
-  return {generation, record};
+  const bool is_right = SlotRecord::decode(bytes.data(), &record);
+  return {first_word(bytes.data()), is_right ? std::optional(record) : std::nullopt};
 }
 
 void bind_foreign(nb::module_& module) {
@@ -491,11 +485,7 @@ void bind_foreign(nb::module_& module) {
       "is damaged or just being written. Raises OSError.");
 }
 
-using Records = std::tuple<Column<uint32_t>, BytesColumn, Column<uint8_t>, BytesColumn, Column<uint8_t>,
-                           Column<uint8_t>, Column<uint32_t>, Column<uint8_t>, Column<uint64_t>, Column<uint64_t>,
-                           Column<uint64_t>, Column<uint32_t>, EmptySlots>;
-
-Records read_records(const VolumeReader& reader, uint32_t first, uint32_t count) {
+auto read_records(const VolumeReader& reader, uint32_t first, uint32_t count) {
   Status status;
   RecoveredColumns columns;
   std::vector<uint32_t> damaged;
@@ -508,20 +498,7 @@ Records read_records(const VolumeReader& reader, uint32_t first, uint32_t count)
   }
   if (status == Status::kInvalid) throw nb::index_error("slots out of range");
   if (status != Status::kOk) raise_os_error(EIO);
-  const size_t rows = columns.slots.size();
-  return {to_numpy(std::move(columns.slots)),
-          to_numpy(std::move(columns.keys), rows, kMaxKeyBytes),
-          to_numpy(std::move(columns.key_lengths)),
-          to_numpy(std::move(columns.parents), rows, kMaxKeyBytes),
-          to_numpy(std::move(columns.parent_lengths)),
-          to_numpy(std::move(columns.parent_states)),
-          to_numpy(std::move(columns.depths)),
-          to_numpy(std::move(columns.kinds)),
-          to_numpy(std::move(columns.epochs)),
-          to_numpy(std::move(columns.stamps)),
-          to_numpy(std::move(columns.generations)),
-          to_numpy(std::move(damaged)),
-          empty};
+  return std::tuple_cat(arrays_of(std::move(columns)), std::tuple(to_numpy(std::move(damaged)), empty));
 }
 
 void bind_reader(nb::module_& module) {
