@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 POSITION = {module: (layer, place) for layer, row in enumerate(LAYERS) for place, module in enumerate(row)}
 PUBLIC_MODULES = ("errors", "inspection", "removal", "verification")  # part of the public face as wholes
-APPLICATIONS = ("cli", "demo", "torture", "adapters")  # the top layer: they use the public face
+APPLICATIONS = ("endings", "cli", "demo", "torture", "adapters")  # the top layer: they use the public face
 JAX_MODULE = "tiers.device"
 LMDB_MODULE = "tiers.lmdb_index"
 ENVIRONMENT_MODULE = "settings"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 from contextlib import closing
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from stepwell.cli.arguments import Commands, add_settings
 from stepwell.cli.output import say
+from stepwell.endings import ended_in_order
 
 if TYPE_CHECKING:
     from stepwell import Finding
@@ -42,13 +41,8 @@ def run(options: argparse.Namespace) -> int:
     """Print each finding as it comes."""
     from stepwell import diagnose
 
-    # Told to end, it removes what it made, as for Ctrl-C.
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, _leave)
     findings = []
-    try:
+    with ended_in_order():
         checks = diagnose(
             options.config,
             arguments=options.set,
@@ -61,9 +55,6 @@ def run(options: argparse.Namespace) -> int:
                 findings.append(finding)
                 if not options.json:
                     show(finding)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("ok", "warn", "fail")}
     if options.json:
         rows = [
@@ -83,7 +74,3 @@ def show(finding: Finding) -> None:
         say(f"         why:  {finding.why}")
     if finding.remedy:
         say(f"         mend: {finding.remedy}")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -33,6 +33,7 @@ from stepwell.demo.scenario import Measured, Scenario, Served, Sizes, Summary, T
 from stepwell.demo.talk import Talk, TalkProgress, printable
 from stepwell.demo.transformer import ModelConfig
 from stepwell.demo.workload import Request, longest_conversation, save_requests
+from stepwell.endings import end_undisturbed, ended_in_order
 
 TOLERANCE = 1e-3
 """Largest distance of logits where a prefix holds generated tokens: their KV was made by a decode in one run, by a
@@ -42,7 +43,6 @@ KILL_AFTER = 3
 WARM_REQUESTS = 24
 TURNS = 4
 NOTHING = "nothing found"
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +208,13 @@ def run_demo(options: DemoOptions) -> int:
         raise ModelError(f"--prompts need a model with a vocabulary, and this one has {why}")
     told = None if path is None else read_conversations(path, prompts=options.prompts, quick=options.quick)
     with ExitStack() as stack:
-        stack.enter_context(_ended_in_order())
+        stack.enter_context(ended_in_order())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepwell-demo-")))
         beside = tempfile.TemporaryDirectory(prefix="stepwell-demo-", dir=options.directory)
         disk = Path(stack.enter_context(beside)) / "tier"
         shared = Path(tempfile.mkdtemp(prefix="stepwell-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         stack.callback(shutil.rmtree, shared, ignore_errors=True)
-        stack.callback(_end_undisturbed)
+        stack.callback(end_undisturbed)
         base = _base(options, told, shared=shared / "tier", disk=disk, work=work)
         machine = look_at_machine(shared, disk)
         notes = _notes(base, why)
@@ -263,29 +263,6 @@ def run_demo(options: DemoOptions) -> int:
     if options.report is not None and not _write_report(console, report, Path(options.report)):
         return 1
     return 0 if report.ok else 1
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let the demo, ended from outside, take its serving process, its files and its shared memory with it.
-
-    A signal that is ignored (by nohup, say) stays so.
-    """
-    before = {number: signal.getsignal(number) for number in ENDINGS}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end_undisturbed() -> None:
-    """Ignore what would end the removal of files half way: a second Ctrl-C, or the hang-up behind it."""
-    for number in ENDINGS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _compilation_cache(work: Path) -> Path:

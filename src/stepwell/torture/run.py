@@ -11,7 +11,6 @@ import random
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Final
 import msgspec
 
 from stepwell import StepwellError, inspection, verification
+from stepwell.endings import end_undisturbed, ended_in_order
 from stepwell.torture.child import SCRIPT_STEPS, Report, Task
 from stepwell.torture.damage import damage
 from stepwell.torture.kennel import Child, Kennel
@@ -32,7 +32,6 @@ from stepwell.torture.results import MOST_PROBLEMS, Problem, Result, Row
 from stepwell.torture.universe import Universe
 from stepwell.torture.world import ARRANGEMENTS, Tiers, World
 
-ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KILLS_A_WORLD: Final = 12
 LOCK_SECONDS: Final = 10.0
 LONGEST_WORK: Final = 0.4  # seconds from the first step to the kill
@@ -110,28 +109,10 @@ def torture(options: TortureOptions, advance: Advance = lambda kills: None) -> R
     )
 
 
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """Let a run that is ended from outside take its children and its directories with it.
-
-    A signal that is ignored (by nohup, say) stays so.
-    """
-    before = {number: signal.getsignal(number) for number in ENDINGS}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _undisturbed(kind: type[BaseException] | None, *reason: object) -> None:
-    """Let nothing cut the removal of files short where a run is ended: a second ctrl-C, or the hang-up behind it."""
+    """Let nothing cut the removal of files short where a run is ended."""
     if kind is not None:
-        for number in ENDINGS:
-            signal.signal(number, signal.SIG_IGN)
+        end_undisturbed()
 
 
 class _Run:
