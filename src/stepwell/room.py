@@ -234,17 +234,24 @@ class Room:
         self.take_memory(tier)
         counts = self._index.counts(tier)
         self.health.observe_quarantine(tier, counts["quarantined"], counts["capacity"])
-        if self.is_writable(tier):
-            low_pages, high_pages = (max(1, int(counts["capacity"] * share)) for share in (low, high))
-            self.evict(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
         if self.health.of(tier).state is not TierState.READ_ONLY:  # there each try would fail, and count as its last
             self.mend(tier)
         if self.health.is_due(tier):
             self.health.probed(tier, self.probe(tier))
-        if not self.is_writable(tier) and counts["capacity"] > 0:
-            # Its volumes are of use to neighbours still: what they lack is given back, and nothing is evicted for us.
-            self._tiers[tier].tick(self._index, low_pages=0, high_pages=0)
+        self._tick(tier, low, high)
         return is_busy or self._index.counts(tier)["arriving"] > 0
+
+    def _tick(self, tier: Tier, low: float, high: float) -> None:
+        """Have a tier do what is due, and evict what it asks for."""
+        capacity = self._index.counts(tier)["capacity"]
+        if self.is_writable(tier):
+            low_pages, high_pages = (max(1, int(capacity * share)) for share in (low, high))
+        elif capacity > 0:
+            # Its volumes are of use to neighbours still: what they lack is given back, and nothing is evicted for us.
+            low_pages = high_pages = 0
+        else:
+            return
+        self.evict(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
