@@ -861,7 +861,7 @@ def test_a_poisoned_store_misses_refuses_and_closes(
     store.clear()
     store.set_epoch(7)
     store.tree()
-    for call in (store.stats, store.verify):
+    for call in (store.stats, store.verify, lambda: store.reopen(Tier.SHARED), lambda: store.reopen(Tier.DISK)):
         with pytest.raises(PoisonedError, match="misses only"):
             call()
     held.close()

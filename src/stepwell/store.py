@@ -797,6 +797,7 @@ class PageStore:
                 return: nothing was changed but that it is out of service, and it is tried again by itself.
             BudgetError, VolumeError, TierIOError: as when the store is opened; the tier stays out of service, without a
                 volume, and is tried again by itself.
+            PoisonedError: as stats(); nothing was changed.
             StepwellUsageError: the store has no such tier, or it has no files.
         """
         mover = self._use()
@@ -809,6 +810,7 @@ class PageStore:
             if not is_held:
                 raise VolumeBusyError(f"{tier} tier: its background round has not returned for {_ROUND_SECONDS:g} s")
             self._use()  # closed meanwhile: the tier must not come back
+            self._raise_if_poisoned()
             self._health.take_out(tier, "it is being reopened")
             self._share_states(mover)
             self._copies.cancel_tier(tier)
