@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import TracebackType
@@ -57,6 +57,7 @@ from stepwell.mover import (
 from stepwell.pins import Pinned, Pins
 from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend, lend_canonical
 from stepwell.room import Room
+from stepwell.rounds import LEFT_BEHIND, Leaving, Round
 from stepwell.seen import Seen
 from stepwell.staging import Staging
 from stepwell.stats import Counters, NeighbourStats, Stats, TierStats, Tree
@@ -151,7 +152,7 @@ class PageStore:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._pid = os.getpid()
         self._closed = False
-        self._rounds: dict[Tier, _Round] = {}
+        self._rounds: dict[Tier, Round] = {}
         self._lock = threading.Lock()
         self._closing = threading.RLock()  # a signal handler may close what is being closed
         geometry = config.geometry
@@ -201,7 +202,7 @@ class PageStore:
             )
             self._open_device()
             marks = (config.low_watermark, config.high_watermark)
-            self._rounds = {tier: _Round(tier, self._room, self._clock, marks) for tier in self._tiers}
+            self._rounds = {tier: Round(tier, self._room, self._clock, marks) for tier in self._tiers}
             rounds = {tier.name.lower(): self._rounds[tier].run for tier in _directories(config)}
             if self._neighbours is not None:
                 rounds[_NEIGHBOURS] = self._look_at_neighbours
@@ -1093,7 +1094,7 @@ class PageStore:
             self._slab.open(self._index)
             self._tiers[Tier.HOST] = self._slab
             marks = (self._config.low_watermark, self._config.high_watermark)
-            self._rounds[Tier.HOST] = _Round(Tier.HOST, self._room, self._clock, marks)
+            self._rounds[Tier.HOST] = Round(Tier.HOST, self._room, self._clock, marks)
             self._room.has_staging = True
         return False
 
@@ -1165,13 +1166,13 @@ class PageStore:
         if self._neighbours is not None:
             self._neighbours.close()
         if mover is not None and mover.stuck:  # a worker may be in them for ever
-            _LEFT_BEHIND[id(mover)] = (self._foreign, self._slab)
+            LEFT_BEHIND[id(mover)] = (self._foreign, self._slab)
         self._let_go(mover, patience=_ROUND_SECONDS if has_stopped else _LET_GO_SECONDS)
 
     def _let_go(self, mover: _core.Mover | None, *, patience: float) -> None:
         """Close the tiers, each in a thread of its own; those whose files do not answer are left to it."""
         leaving = [
-            _Leaving(self._tiers[tier], self._rounds.get(tier), self._index, mover)
+            Leaving(self._tiers[tier], self._rounds.get(tier), self._index, mover)
             for tier in sorted(self._tiers, reverse=True)
         ]
         limit = time.monotonic() + (0.0 if mover is not None and mover.stuck else patience)
@@ -1392,113 +1393,7 @@ def _directories(config: StoreConfig) -> dict[Tier, str]:
     return {tier: given.path for tier, given in tiers.items() if given is not None}
 
 
-class _Leaving:
-    """The closing of one tier, in a thread `sw-close-<tier>`; it waits for workers, and for a round, in a call.
-
-    Nothing of the store but what is named here is kept alive by it. Threads: the closer's; run() its own.
-    """
-
-    def __init__(self, pages: PageTier, round_: _Round | None, index: Index, mover: _core.Mover | None) -> None:
-        self.name = f"{pages.tier} tier"
-        self._pages = pages
-        self._round = round_
-        self._index = index
-        self._mover = mover
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"sw-close-{pages.tier}", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter ends, and starts no thread any more
-            if not (mover is not None and mover.stuck) and (round_ is None or round_.seconds() == 0.0):
-                self._run()
-
-    def _run(self) -> None:
-        try:
-            if self._mover is not None and self._mover.stuck:
-                self._mover.drain(-1.0, True)
-            _LEFT_BEHIND.pop(id(self._mover), None)
-            with self._round.held(-1.0) if self._round is not None else contextlib.nullcontext():
-                if self._round is not None:
-                    self._round.end()
-                self._pages.close(self._index)
-        except Exception as error:  # noqa: BLE001 raised again by who waits
-            self._error = error
-
-    def wait(self, limit: float) -> bool:
-        """Wait until it has ended, at most until `limit`. False: it has not."""
-        if self._thread.ident is not None:
-            self._thread.join(max(0.0, limit - time.monotonic()))
-        return not self._thread.is_alive()
-
-    def raise_error(self) -> None:
-        """Raise what closing raised."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error
-
-
-class _Round:
-    """The background round of one tier.
-
-    Invariant: never two at once, none while the tier is reopened, and none once it was closed.
-    """
-
-    def __init__(self, tier: Tier, room: Room, clock: Clock, marks: tuple[float, float]) -> None:
-        self._tier = tier
-        self._room = room
-        self._clock = clock
-        self._low, self._high = marks
-        self._lock = threading.Lock()
-        self._began: float | None = None
-        self._has_ended = False
-
-    def end(self) -> None:
-        """Have no round any more. Requires: held()."""
-        self._has_ended = True
-
-    def run(self) -> bool:
-        """Do one round.
-
-        Returns:
-            Whether there may be more to write soon: pages of shared memory were used, or some are on their way.
-        """
-        with self._lock:
-            if self._has_ended:
-                return False
-            self._began = self._clock.monotonic()
-            try:
-                return self._room.tend(self._tier, low=self._low, high=self._high)
-            except (StepwellError, OSError) as error:
-                self._room.health.observe_error(self._tier, error)
-                raise
-            finally:
-                self._began = None
-
-    def seconds(self) -> float:
-        """Say for how long the round under way has run; 0 where there is none."""
-        began = self._began
-        return 0.0 if began is None else self._clock.monotonic() - began
-
-    @contextlib.contextmanager
-    def held(self, timeout: float) -> Iterator[bool]:
-        """Keep rounds away inside the `with` block.
-
-        Args: timeout: seconds to wait for the one under way; -1: no limit. Yields: False where it did not end in time.
-        """
-        is_held = self._lock.acquire(timeout=timeout)
-        try:
-            yield is_held
-        finally:
-            if is_held:
-                self._lock.release()
-
-
 _OPEN_STORES: weakref.WeakSet[PageStore] = weakref.WeakSet()
-_LEFT_BEHIND: dict[int, tuple[_core.Foreign | None, HostSlab | None]] = {}
-"""What a worker whose call has not returned may still touch, by its mover."""
 
 
 @atexit.register

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stepwell import store
+from stepwell import rounds
 from stepwell.clock import ManualClock
 from stepwell.config import DiskTier, StoreConfig
 from stepwell.errors import VolumeBusyError
@@ -131,12 +131,12 @@ def test_what_a_hung_call_kept_alive_goes_when_it_returns(open_rig: OpenRig) -> 
         rig.start_load(chain(1, 4))
         wait_paused("file.pread")
         rig.close()
-        assert store._LEFT_BEHIND
+        assert rounds.LEFT_BEHIND
         closers = [thread for thread in threading.enumerate() if thread.name.startswith("sw-close-")]
         resume("file.pread")
         for closer in closers:
             closer.join()
-    assert not store._LEFT_BEHIND
+    assert not rounds.LEFT_BEHIND
 
 
 def test_a_page_forgotten_after_a_refused_reopen_does_not_come_back(
