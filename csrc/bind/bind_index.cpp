@@ -10,6 +10,7 @@
 #include "../index.h"
 #include "../volume.h"
 #include "bind.h"
+#include "bind_taken.h"
 
 namespace stepwell::bind {
 
@@ -98,6 +99,13 @@ nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>> view(const T* data, 
   return nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>>(data, sizeof...(Sizes), shape);
 }
 
+// What a match was taken further by: claims, and a lease where it had none.
+void hold_extended(TakenHandle* into, TakenHandle* claims, const MatchResult& found, const MatchResult& result,
+                   const ClaimBatch& batch) {
+  if (claims != nullptr) claims->add(batch);
+  if (into != nullptr && found.lease == 0) into->add_lease(result.lease);
+}
+
 std::vector<std::string> residency_names() { return {"absent", "arriving", "resident", "leaving", "quarantined"}; }
 
 std::vector<std::string> move_names() {
@@ -182,16 +190,17 @@ void bind_index(nb::module_& module) {
           Release())
       .def(
           "pin_resident",
-          [](Index& self, int tier, std::optional<uint32_t> after, uint32_t n) {
+          [](Index& self, int tier, std::optional<uint32_t> after, uint32_t n, TakenHandle* into) {
             std::vector<PageId> pages;
             std::vector<uint32_t> slots;
             {
               GilRelease release;
               self.pin_resident(to_tier(tier), after.value_or(kNoPage), n, &pages, &slots);
+              if (into != nullptr) into->add_pins(pages);
             }
             return std::tuple(to_numpy(std::move(pages)), to_numpy(std::move(slots)));
           },
-          nb::arg("tier"), nb::arg("after").none(), nb::arg("n"))
+          nb::arg("tier"), nb::arg("after").none(), nb::arg("n"), nb::arg("into").none() = nb::none())
       .def(
           "close_slots", [](Index& self, int tier, uint32_t first) { self.close_slots(to_tier(tier), first); },
           nb::arg("tier"), nb::arg("first"), Release())
@@ -212,10 +221,12 @@ void bind_index(nb::module_& module) {
       // ---- match
       .def(
           "match_and_pin",
-          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable) {
-            return self.match_and_pin(name_space, tokens.data(), tokens.shape(0), to_mask(usable));
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable, TakenHandle* into) {
+            MatchResult result = self.match_and_pin(name_space, tokens.data(), tokens.shape(0), to_mask(usable));
+            if (into != nullptr) into->add_lease(result.lease);
+            return result;
           },
-          nb::arg("name_space"), nb::arg("tokens"), nb::arg("usable"), Release())
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("usable"), nb::arg("into").none() = nb::none(), Release())
       .def(
           "match_length",
           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, int usable) {
@@ -228,11 +239,14 @@ void bind_index(nb::module_& module) {
           "Return (pages, pending) of a match, without making it.")
       .def(
           "match_keys_and_pin",
-          [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int usable) {
+          [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int usable, TakenHandle* into) {
             const std::vector<Key> list = to_keys(keys);
-            return self.match_keys_and_pin(list.data(), static_cast<uint32_t>(list.size()), kind, to_mask(usable));
+            MatchResult result =
+                self.match_keys_and_pin(list.data(), static_cast<uint32_t>(list.size()), kind, to_mask(usable));
+            if (into != nullptr) into->add_lease(result.lease);
+            return result;
           },
-          nb::arg("keys"), nb::arg("kind"), nb::arg("usable"), Release())
+          nb::arg("keys"), nb::arg("kind"), nb::arg("usable"), nb::arg("into").none() = nb::none(), Release())
       .def(
           "touch",
           [](Index& self, const Volume& volume, const Array1<uint32_t>& slots, const Array1<uint64_t>& generations) {
@@ -272,7 +286,8 @@ void bind_index(nb::module_& module) {
       .def(
           "extend_match",
           [](Index& self, const MatchResult& found, uint32_t name_space, const Array1<int32_t>& tokens,
-             const Array2<uint8_t>& keys, const Array1<uint8_t>& offered, int usable, int staging) {
+             const Array2<uint8_t>& keys, const Array1<uint8_t>& offered, int usable, int staging, TakenHandle* into,
+             TakenHandle* claims) {
             const std::vector<Key> list = to_keys(keys);
             check_same_length(list.size(), offered.shape(0), "keys and offered differ in length");
             check_tokens(self, tokens.shape(0), found.pages + list.size());
@@ -280,24 +295,28 @@ void bind_index(nb::module_& module) {
             MatchResult result =
                 self.extend_match(found, name_space, tokens.data(), list.data(), static_cast<uint32_t>(list.size()),
                                   offered.data(), to_mask(usable), to_tier(staging), &out);
+            hold_extended(into, claims, found, result, out);
             return std::tuple(std::move(result), std::move(out));
           },
           nb::arg("found"), nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("offered"),
-          nb::arg("usable"), nb::arg("staging"), Release(),
+          nb::arg("usable"), nb::arg("staging"), nb::arg("into").none() = nb::none(),
+          nb::arg("claims").none() = nb::none(), Release(),
           "Take a match further along the keys behind it. Returns (MatchResult in place of `found`, ClaimBatch).")
       .def(
           "extend_match_keys",
           [](Index& self, const MatchResult& found, const Array2<uint8_t>& keys, uint8_t kind,
-             const Array1<uint8_t>& offered, int usable, int staging) {
+             const Array1<uint8_t>& offered, int usable, int staging, TakenHandle* into, TakenHandle* claims) {
             const std::vector<Key> list = to_keys(keys);
             check_same_length(list.size(), offered.shape(0), "keys and offered differ in length");
             ClaimBatch out;
             MatchResult result = self.extend_match_keys(found, list.data(), static_cast<uint32_t>(list.size()), kind,
                                                         offered.data(), to_mask(usable), to_tier(staging), &out);
+            hold_extended(into, claims, found, result, out);
             return std::tuple(std::move(result), std::move(out));
           },
           nb::arg("found"), nb::arg("keys"), nb::arg("kind"), nb::arg("offered"), nb::arg("usable"), nb::arg("staging"),
-          Release(), "The same for a match by keys.")
+          nb::arg("into").none() = nb::none(), nb::arg("claims").none() = nb::none(), Release(),
+          "The same for a match by keys.")
       .def(
           "lease_states",
           [](const Index& self, uint64_t lease) {
@@ -342,7 +361,8 @@ void bind_index(nb::module_& module) {
       .def(
           "claim_absent",
           [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, const Array2<uint8_t>& keys,
-             uint32_t first_page, uint32_t total, int tiers, const std::optional<Array1<uint8_t>>& row_tiers) {
+             uint32_t first_page, uint32_t total, int tiers, const std::optional<Array1<uint8_t>>& row_tiers,
+             TakenHandle* into) {
             check_tokens(self, tokens.shape(0), total);
             if (keys.shape(0) < total) throw nb::value_error("fewer keys than pages");
             if (row_tiers && row_tiers->shape(0) + first_page < total)
@@ -351,14 +371,15 @@ void bind_index(nb::module_& module) {
             ClaimBatch out;
             self.claim_absent(name_space, tokens.data(), list.data(), first_page, total, to_mask(tiers), &out,
                               row_tiers ? row_tiers->data() : nullptr);
+            if (into != nullptr) into->add(out);
             return out;
           },
           nb::arg("name_space"), nb::arg("tokens"), nb::arg("keys"), nb::arg("first_page"), nb::arg("total"),
-          nb::arg("tiers"), nb::arg("row_tiers").none() = nb::none(), Release())
+          nb::arg("tiers"), nb::arg("row_tiers").none() = nb::none(), nb::arg("into").none() = nb::none(), Release())
       .def(
           "claim_absent_keys",
           [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, int parent_state, const nb::bytes& parent,
-             int tiers, const std::optional<Array1<uint8_t>>& row_tiers) {
+             int tiers, const std::optional<Array1<uint8_t>>& row_tiers, TakenHandle* into) {
             if (row_tiers && row_tiers->shape(0) < keys.shape(0)) throw nb::value_error("fewer row tiers than keys");
             if (parent_state < 0 || parent_state > 2)
               throw nb::value_error("parent_state is 0 (root), 1 (known) or 2 (unknown)");
@@ -370,31 +391,35 @@ void bind_index(nb::module_& module) {
               const std::vector<Key> list = to_keys(keys);
               self.claim_absent_keys(list.data(), static_cast<uint32_t>(list.size()), kind, state, parent_key,
                                      to_mask(tiers), &out, row_tiers ? row_tiers->data() : nullptr);
+              if (into != nullptr) into->add(out);
             }
             return out;
           },
           nb::arg("keys"), nb::arg("kind"), nb::arg("parent_state"), nb::arg("parent"), nb::arg("tiers"),
-          nb::arg("row_tiers").none() = nb::none())
+          nb::arg("row_tiers").none() = nb::none(), nb::arg("into").none() = nb::none())
       .def(
           "claim_leased",
-          [](Index& self, uint64_t lease, int tier, const std::optional<Array1<bool>>& rows) {
+          [](Index& self, uint64_t lease, int tier, const std::optional<Array1<bool>>& rows, TakenHandle* into) {
             if (rows && rows->shape(0) < self.lease_length(lease))
               throw nb::value_error("fewer rows than pages of the lease");
             ClaimBatch out;
             self.claim_leased(lease, to_tier(tier), rows ? reinterpret_cast<const uint8_t*>(rows->data()) : nullptr,
                               &out);
+            if (into != nullptr) into->add(out);
             return out;
           },
-          nb::arg("lease"), nb::arg("tier"), nb::arg("rows").none() = nb::none(), Release())
+          nb::arg("lease"), nb::arg("tier"), nb::arg("rows").none() = nb::none(), nb::arg("into").none() = nb::none(),
+          Release())
       .def(
           "claim_copies",
-          [](Index& self, uint64_t lease, int source, int target, uint32_t most) {
+          [](Index& self, uint64_t lease, int source, int target, uint32_t most, TakenHandle* into) {
             ClaimBatch out;
             self.claim_copies(lease, to_tier(source), to_tier(target), most, &out);
+            if (into != nullptr) into->add(out);
             return out;
           },
-          nb::arg("lease"), nb::arg("source"), nb::arg("target"), nb::arg("most"), Release(),
-          "Claim in `target` what a lease covers in `source` and lacks there; one row a claimed page.")
+          nb::arg("lease"), nb::arg("source"), nb::arg("target"), nb::arg("most"), nb::arg("into").none() = nb::none(),
+          Release(), "Claim in `target` what a lease covers in `source` and lacks there; one row a claimed page.")
       .def(
           "commit",
           [](Index& self, uint32_t page, int tier, uint32_t number) {
@@ -706,6 +731,32 @@ void bind_index(nb::module_& module) {
       .def("poison", &Index::poison)
       .def("poisoned", &Index::poisoned)
       .def("check", &Index::check, Release());
+
+  nb::class_<TakenHandle>(
+      module, "Taken",
+      "What a call has taken of an index and not handed on: claims with their pins, leases. Whatever "
+      "ends the `with` block, it is returned then; an exception also ends the transfer that it was "
+      "handed to, so that no byte of the lent pool is read or written any more. One thread at a "
+      "time.")
+      .def(nb::init<Index*>(), nb::arg("index"), nb::keep_alive<1, 2>())
+      .def("retain", &TakenHandle::retain, nb::arg("lease"), Release(), "Take one more owner of a lease, if it is one.")
+      .def("hand_on", &TakenHandle::hand_on, "Leave all of it to somebody else.")
+      .def("give_back", &TakenHandle::give_back, Release(), "Return all of it.")
+      .def(
+          "__enter__", [](TakenHandle& self) -> TakenHandle& { return self; }, nb::rv_policy::reference)
+      .def(
+          "__exit__",
+          [](TakenHandle& self, const nb::object& kind, const nb::object&, const nb::object&) {
+            const std::shared_ptr<Transfer> transfer = std::move(self.transfer);
+            const bool is_interrupted = !kind.is_none() && transfer != nullptr;
+            if (self.empty() && !is_interrupted) return;
+            const GilRelease release;
+            self.give_back();
+            if (!is_interrupted) return;
+            transfer->cancel();
+            transfer->close_gate();
+          },
+          nb::arg("kind").none(), nb::arg("error").none(), nb::arg("trace").none());
 }
 
 }  // namespace stepwell::bind

@@ -17,6 +17,7 @@
 #include <variant>
 
 #include "bind.h"
+#include "bind_taken.h"
 #include "mover.h"
 
 namespace stepwell::bind {
@@ -153,7 +154,8 @@ class MoverHandle {
                                               const PoolHandle* pool, const nb::object& keep_alive,
                                               const InboxHandle* inbox, const std::vector<ForeignPlace>* places,
                                               const std::vector<const TransferHandle*>& after,
-                                              const std::optional<Array1<uint8_t>>& awaited, TransferSpec spec) {
+                                              const std::optional<Array1<uint8_t>>& awaited, TakenHandle* taken,
+                                              TransferSpec spec) {
     if (is_forked()) return Status::kClosed;  // before any mutex: the parent's workers may have held it
     if (inbox != nullptr && inbox->is_forked()) return Status::kClosed;
     const std::shared_ptr<Inbox> told =
@@ -192,6 +194,10 @@ class MoverHandle {
         copy.is_awaited = awaited && awaited->data()[i] != 0;
       }
       status = mover_->submit(std::move(spec), told, &transfer);
+      if (status == Status::kOk && taken != nullptr) {
+        taken->hand_on();
+        taken->transfer = transfer;
+      }
     } catch (...) {
       drop(token);
       throw;
@@ -427,7 +433,7 @@ void bind_mover_class(nb::module_& module) {
              bool source_leaving, uint8_t work_class, bool unpin_pages, uint64_t lease, uint64_t tag,
              const nb::object& keep_alive, const InboxHandle* inbox, const ForeignRun* run,
              const std::optional<Array1<uint32_t>>& rows, const std::vector<const TransferHandle*>& after,
-             const std::optional<Array1<uint8_t>>& awaited) {
+             const std::optional<Array1<uint8_t>>& awaited, TakenHandle* taken) {
             std::vector<ForeignPlace> places;
             if (run != nullptr && rows) {
               for (size_t i = 0; i < rows->size(); ++i) places.push_back(run->places.at(rows->data()[i]));
@@ -440,7 +446,7 @@ void bind_mover_class(nb::module_& module) {
             spec.lease = lease;
             spec.tag = tag;
             return self.submit(pages, roles, slots, numbers, pool, keep_alive, inbox,
-                               run == nullptr ? nullptr : &places, after, awaited, std::move(spec));
+                               run == nullptr ? nullptr : &places, after, awaited, taken, std::move(spec));
           },
           nb::arg("pages"), nb::arg("roles"), nb::arg("slots"), nb::arg("numbers"), nb::kw_only(),
           nb::arg("pool").none() = nb::none(), nb::arg("layer_order") = false, nb::arg("source_leaving") = false,
@@ -448,6 +454,7 @@ void bind_mover_class(nb::module_& module) {
           nb::arg("keep_alive").none() = nb::none(), nb::arg("inbox").none() = nb::none(),
           nb::arg("run").none() = nb::none(), nb::arg("rows").none() = nb::none(),
           nb::arg("after") = std::vector<const TransferHandle*>(), nb::arg("awaited").none() = nb::none(),
+          nb::arg("taken").none() = nb::none(),
           "Queue a batch of page copies and what follows them.\n\n"
           "pages: uint32[n] ids; roles: uint8[n, 4] of Role, slots and numbers: uint32[n, 4], one column a tier, "
           "column 0 the lent\n"
@@ -456,6 +463,7 @@ void bind_mover_class(nb::module_& module) {
           "once "
           "these\n"
           "are done; page i with awaited[i] != 0 is one that they are to bring to host memory under its number there.\n"
+          "`taken`: what the transfer has from now on, all of it.\n"
           "Returns a Transfer, or the Status that refused it (queue_full, closed, poisoned, invalid): then nothing was "
           "consumed.")
       .def(
