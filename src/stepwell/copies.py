@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock
-from stepwell.index import ClaimOutcome, Index, Residency, Tier, tier_mask
+from stepwell.index import ClaimOutcome, Index, Residency, Taken, Tier, tier_mask
 from stepwell.lease import Match
 from stepwell.mover import (
     POOL_COLUMN,
@@ -146,9 +146,9 @@ class Copies:
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def save(
-        self, batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+        self, batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, *, inbox: Inbox | None = None
     ) -> Transfer | None:
-        """Submit the pages that have a new claim; None: refused, and every claim is returned.
+        """Submit the pages that have a new claim, as `taken` has; None: refused, and every claim is returned.
 
         Where the epoch has turned since `turn` they are: their bytes are of weights that their claims may not be of.
         """
@@ -170,11 +170,10 @@ class Copies:
         transfer = None
         if turn == self.epoch.turns:
             transfer = self.submit(
-                plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox
+                plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox, taken=taken
             )
         if transfer is None:
-            self.abort_claims(plan)
-            self._index.unpin_pages(plan.pages)
+            taken.give_back()
         return transfer
 
     # ---- loading ----------------------------------------------------------------------------------------------------
@@ -201,47 +200,45 @@ class Copies:
         plan = _plan_from(ids, tiers, slots)
         plan.roles[:, POOL_COLUMN] = SINK
         plan.slots[:, POOL_COLUMN] = into.slots
-        claimed = self._claim_way_up(plan, lease, tiers)
-        self._index.retain(lease)
-        transfer = self.submit(
-            plan,
-            pool=into.pool,
-            work_class=WorkClass.LOAD,
-            layer_order=layer_order,
-            lease=lease,
-            deadline=deadline,
-            unpin_pages=bool(claimed.size),
-            is_load=True,
-            inbox=inbox,
-            awaited=awaited,
-        )
-        if transfer is None:
-            self.abort_claims(plan)
-            self._index.unpin_pages(claimed)
-            self._index.release(lease)
-            reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
-            self._counters.missed(STATUS_REASON[reason.value], ids.size)
-            return self.ended(inbox, reason, pages=int(ids.size))
-        if match.epoch != self.epoch.number:  # changed while we looked: set_epoch may not have seen this load
-            transfer.revoke()
-            transfer.cancel()
-        return transfer
+        with Taken(self._index) as taken:
+            has_claims = self._claim_way_up(plan, lease, tiers, taken)
+            taken.retain(lease)
+            transfer = self.submit(
+                plan,
+                pool=into.pool,
+                work_class=WorkClass.LOAD,
+                layer_order=layer_order,
+                lease=lease,
+                deadline=deadline,
+                unpin_pages=has_claims,
+                is_load=True,
+                inbox=inbox,
+                awaited=awaited,
+                taken=taken,
+            )
+            if transfer is None:
+                reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
+                self._counters.missed(STATUS_REASON[reason.value], ids.size)
+                return self.ended(inbox, reason, pages=int(ids.size))
+            if match.epoch != self.epoch.number:  # changed while we looked: set_epoch may not have seen this load
+                transfer.revoke()
+                transfer.cancel()
+            return transfer
 
     # ---- pages of neighbours ----------------------------------------------------------------------------------------
 
-    def stage(self, plan: Plan, run: _core.ForeignRun, rows: U32) -> bool:
-        """Start copying neighbours' pages into host memory: page i from place rows[i] of a run.
+    def stage(self, plan: Plan, run: _core.ForeignRun, rows: U32, taken: Taken) -> bool:
+        """Start copying neighbours' pages into host memory: page i from place rows[i] of a run, claimed as `taken` has.
 
         Returns:
             False: refused (the queue is full, ...); every claim of the plan is returned.
         """
         transfer = self.submit(
-            plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, run=run, run_rows=rows
+            plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, run=run, run_rows=rows, taken=taken
         )
         core = None if transfer is None else core_transfer(transfer)
         if core is None:
-            self.abort_claims(plan)
-            self._index.unpin_pages(plan.pages)
+            taken.give_back()
             return False
         with self._lock:
             self._staged.append(_Staged(plan.pages, core))
@@ -276,16 +273,13 @@ class Copies:
         lease = match.lease_id()
         ids, tiers, slots = match.locations()
         whole = _plan_from(ids, tiers, slots)
-        claimed = self._claim_way_up(whole, lease, tiers)
-        rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
-        if rows.size == 0:
-            return
-        plan = Plan(whole.pages[rows], whole.roles[rows], whole.slots[rows], whole.numbers[rows])
-        self._index.retain(lease)
-        if self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease, unpin_pages=True) is None:
-            self.abort_claims(plan)
-            self._index.unpin_pages(claimed)
-            self._index.release(lease)
+        with Taken(self._index) as taken:
+            if not self._claim_way_up(whole, lease, tiers, taken):
+                return
+            rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
+            plan = Plan(whole.pages[rows], whole.roles[rows], whole.slots[rows], whole.numbers[rows])
+            taken.retain(lease)
+            self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease, unpin_pages=True, taken=taken)
 
     def write_used(self, match: Match) -> None:
         """Start writing a match's pages to disk that are in shared memory only: this is their second use.
@@ -295,28 +289,30 @@ class Copies:
         if self._room.seen is None or match.pages == 0 or not self._room.is_writable(Tier.DISK):
             return
         lease = match.lease_id()
-        batch = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, _MOST_USED)
-        plans = [_copy_plan(batch)]
-        if batch.full_at != NOT_FULL:
-            self._room.make(Tier.DISK, min(match.pages, _MOST_USED) - batch.full_at)
-            rest = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, _MOST_USED - batch.full_at)
-            plans.append(_copy_plan(rest))
-        for plan in plans:
-            if plan.pages.size == 0:
-                continue
-            if self.submit(plan, pool=None, work_class=WorkClass.DEMOTE, unpin_pages=True) is None:
-                self.abort_claims(plan)
-                self._index.unpin_pages(plan.pages)
-            else:
-                self._counters.selected(plan.pages.size, 0)
+        full_at = self._write_used(lease, _MOST_USED)
+        if full_at != NOT_FULL:
+            self._room.make(Tier.DISK, min(match.pages, _MOST_USED) - full_at)
+            self._write_used(lease, _MOST_USED - full_at)
 
-    def _claim_way_up(self, plan: Plan, lease: int, tiers: U8) -> U32:
+    def _write_used(self, lease: int, most: int) -> int:
+        """Start writing up to `most` pages of a lease. Returns how many were claimed when the disk was full."""
+        with Taken(self._index) as taken:
+            batch = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, most, into=taken)
+            plan = _copy_plan(batch)
+            if plan.pages.size == 0:
+                return int(batch.full_at)
+            transfer = self.submit(plan, pool=None, work_class=WorkClass.DEMOTE, unpin_pages=True, taken=taken)
+            if transfer is not None:
+                self._counters.selected(plan.pages.size, 0)
+            return int(batch.full_at)
+
+    def _claim_way_up(self, plan: Plan, lease: int, tiers: U8, taken: Taken) -> bool:
         """Give the plan's disk pages a place in shared memory, or where that is full in host memory.
 
         Returns:
-            The pages that the claims pinned.
+            Whether there are claims, in `taken`; each has pinned its page.
         """
-        claimed: list[U32] = []
+        has_claims = False
         open_rows = tiers == Tier.DISK
         for target in (Tier.SHARED, Tier.HOST):
             if not self._room.is_writable(target) or not open_rows.any():
@@ -324,12 +320,12 @@ class Copies:
             if target is Tier.HOST and self._room.stages_only:
                 continue
             self._room.make(target, int(open_rows.sum()))
-            batch = self._index.claim_leased(lease, target, open_rows)
+            batch = self._index.claim_leased(lease, target, open_rows, into=taken)
             new = batch.outcomes[:, target] == NEW
             _take_claims(plan, batch, target, new)
-            claimed.append(plan.pages[new])
+            has_claims |= bool(new.any())
             open_rows = open_rows & (batch.outcomes[:, target] == FULL)
-        return np.concatenate(claimed) if claimed else np.zeros(0, np.uint32)
+        return has_claims
 
     # ---- between the device and what is below -----------------------------------------------------------------------
 
@@ -394,8 +390,12 @@ class Copies:
         run: _core.ForeignRun | None = None,
         run_rows: U32 | None = None,
         awaited: Awaited | None = None,
+        taken: Taken | None = None,
     ) -> Transfer | None:
         """Hand a plan to the mover; its claims and, if `lease`, one reference of that are the mover's then.
+
+        Args:
+            taken: what has these, and nothing else, until then.
 
         Returns:
             None: refused (the queue or the inbox is full, the core is poisoned, the store is closing); all is still the
@@ -426,6 +426,7 @@ class Copies:
             rows=run_rows,
             after=after,
             awaited=None if awaited is None else awaited.rows.astype(np.uint8),
+            taken=taken,
         )
         if not isinstance(core, _core.Transfer):
             return None

@@ -2,7 +2,8 @@
 
 The index itself is C++ (csrc/index.h): a radix tree over tokens, a page table, and per page and tier a residency, a
 slot, a claim number and pins, all under one mutex that is never held over a copy. Ids never travel unclaimed: what a
-match returns is pinned, what a claim returns is the claimant's until it is committed or aborted.
+match returns is pinned, what a claim returns is the claimant's until it is committed or aborted. A call that may be
+ended by any exception (ctrl-C comes as one) has both put down in a `Taken`, which returns what was not handed on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-from stepwell._core import ClaimBatch, Index, MatchResult, move_table
+from stepwell._core import ClaimBatch, Index, MatchResult, Taken, move_table
 
 __all__ = [
     "ALL_TIERS",
@@ -21,6 +22,7 @@ __all__ = [
     "Miss",
     "Move",
     "Residency",
+    "Taken",
     "Tier",
     "legal_move",
     "tier_mask",

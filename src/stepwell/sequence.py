@@ -37,7 +37,7 @@ from stepwell.clock import SystemClock, as_seconds
 from stepwell.copies import Awaited, Copies
 from stepwell.errors import DeviceResetError, LeaseClosedError, StepwellUsageError
 from stepwell.hashing import as_tokens, prefix_hashes
-from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
+from stepwell.index import ClaimOutcome, Index, Taken, Tier, tier_mask
 from stepwell.lease import Match
 from stepwell.mover import POOL_COLUMN, SINK, SOURCE, Full, Plan, Transfer
 from stepwell.pool import lend_canonical
@@ -498,10 +498,12 @@ class Sequences:
             return
         usable = sequence.tokens[: sequence._length - 1]
         everywhere = tier_mask(Tier.DEVICE) | self._room.readable
-        found = self._index.match_and_pin(sequence._name_space, usable, everywhere)
-        if self._staging is not None and sequence._waits:
-            found = self._staging.extend(found, sequence._name_space, sequence._seed, usable, everywhere)
-        match = Match(self._index, found, self.page_tokens)
+        with Taken(self._index) as taken:
+            found = self._index.match_and_pin(sequence._name_space, usable, everywhere, into=taken)
+            if self._staging is not None and sequence._waits:
+                found = self._staging.extend(found, sequence._name_space, sequence._seed, usable, everywhere, taken)
+            match = Match(self._index, found, self.page_tokens)
+            taken.hand_on()
         ids, tiers, slots, awaited = self.copies.locate(match)
         on_device = tiers == Tier.DEVICE
         ready = int(ids.size if on_device.all() else on_device.argmin())

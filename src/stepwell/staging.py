@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.copies import NEW, PENDING, Copies
-from stepwell.index import ClaimBatch, Index, MatchResult, Miss, Tier
+from stepwell.index import ClaimBatch, Index, MatchResult, Miss, Taken, Tier
 from stepwell.mover import SINK, Plan
 from stepwell.room import Room
 
@@ -44,8 +44,9 @@ class Staging:
         seed: bytes | None,
         tokens: npt.NDArray[np.int32],
         usable: int,
+        into: Taken,
     ) -> MatchResult:
-        """Continue a match of tokens; what is returned takes its place.
+        """Continue a match of tokens, whose lease `into` has; what is returned takes its place.
 
         Cost: none where no neighbour's page is known; else the hashes of what continues it, and 32 pages' at least.
         """
@@ -58,16 +59,24 @@ class Staging:
         return self._take(
             found,
             run,
-            lambda: self._index.extend_match(found, name_space, tokens, run.keys(), run.offered(), usable, Tier.HOST),
+            lambda claims: self._index.extend_match(
+                found, name_space, tokens, run.keys(), run.offered(), usable, Tier.HOST, into=into, claims=claims
+            ),
         )
 
-    def extend_keys(self, found: MatchResult, keys: npt.NDArray[np.uint8], kind: int, usable: int) -> MatchResult:
-        """Continue a match of leading keys; what is returned takes its place."""
+    def extend_keys(
+        self, found: MatchResult, keys: npt.NDArray[np.uint8], kind: int, usable: int, into: Taken
+    ) -> MatchResult:
+        """Continue a match of leading keys; as extend()."""
         if not self._is_worth_it(found) or found.pages == len(keys):
             return found
         run = self._foreign.find_keys(self._index, keys[found.pages :], kind, found.epoch, usable)
         return self._take(
-            found, run, lambda: self._index.extend_match_keys(found, run.keys(), kind, run.offered(), usable, Tier.HOST)
+            found,
+            run,
+            lambda claims: self._index.extend_match_keys(
+                found, run.keys(), kind, run.offered(), usable, Tier.HOST, into=into, claims=claims
+            ),
         )
 
     def offers(self, keys: npt.NDArray[np.uint8], kind: int) -> bool:
@@ -81,23 +90,24 @@ class Staging:
         return self._foreign.pages > 0 and self._room.has_staging and Miss(found.miss) in _OPEN_ENDS
 
     def _take(
-        self, found: MatchResult, run: _core.ForeignRun, claim: Callable[[], tuple[MatchResult, ClaimBatch]]
+        self, found: MatchResult, run: _core.ForeignRun, claim: Callable[[Taken], tuple[MatchResult, ClaimBatch]]
     ) -> MatchResult:
         if run.pages == 0:
             return found
         self._room.make(Tier.HOST, run.foreign)
-        extended, batch = claim()
-        outcome = batch.outcomes[:, Tier.HOST]
-        new = np.flatnonzero(outcome == NEW).astype(np.uint32)
-        joined = np.flatnonzero(outcome == PENDING)
-        last = extended.pages - found.pages  # rows from there on are not to be had
-        if joined.size:
-            on_their_way = self._copies.are_staged(batch.pages[joined])
-            if not on_their_way.all():  # somebody else's copy: not ours to promise
-                last = int(joined[on_their_way.argmin()])
-        plan = Plan.empty(batch.pages[new])
-        plan.roles[:, Tier.HOST] = SINK
-        plan.slots[:], plan.numbers[:] = batch.slots[new], batch.numbers[new]
-        if new.size and not self._copies.stage(plan, run, new):
-            last = min(last, int(new[0]))
-        return self._index.shorten_match(extended, found.pages + last)
+        with Taken(self._index) as claims:
+            extended, batch = claim(claims)
+            outcome = batch.outcomes[:, Tier.HOST]
+            new = np.flatnonzero(outcome == NEW).astype(np.uint32)
+            joined = np.flatnonzero(outcome == PENDING)
+            last = extended.pages - found.pages  # rows from there on are not to be had
+            if joined.size:
+                on_their_way = self._copies.are_staged(batch.pages[joined])
+                if not on_their_way.all():  # somebody else's copy: not ours to promise
+                    last = int(joined[on_their_way.argmin()])
+            plan = Plan.empty(batch.pages[new])
+            plan.roles[:, Tier.HOST] = SINK
+            plan.slots[:], plan.numbers[:] = batch.slots[new], batch.numbers[new]
+            if new.size and not self._copies.stage(plan, run, new, claims):
+                last = min(last, int(new[0]))
+            return self._index.shorten_match(extended, found.pages + last)

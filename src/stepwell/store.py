@@ -39,7 +39,7 @@ from stepwell.errors import (
 )
 from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
 from stepwell.health import LOG_SECONDS, Calls, Health
-from stepwell.index import Index, Residency, Tier, tier_mask
+from stepwell.index import Index, Residency, Taken, Tier, tier_mask
 from stepwell.keeper import INTERVAL, LIVELY_INTERVAL, Keepers
 from stepwell.lease import Match
 from stepwell.mover import (
@@ -289,41 +289,37 @@ class PageStore:
         if not targets:
             return self._refuse_save(name_space, checked, pages, inbox)
         mask = tier_mask(*targets)
-        held: list[Match] = []
-        try:
+        with Taken(self._index) as taken:
             # Touch and pin what is here of this chain, so that making room for its tail does not take its head. A match
             # pins each page in one tier alone: each tier that is to make room gets one of its own.
-            for tiers in (targets, *((tier,) for tier in targets)):
-                found = self._index.match_and_pin(name_space, checked, tier_mask(*tiers))
-                held.append(Match(self._index, found, self._page_tokens))
-            known = dict(zip(targets, held[1:], strict=True))
-            in_shared = known.get(Tier.SHARED)
-            meant = self._room.meant_for(
-                keys, 0 if in_shared is None else in_shared.pages + in_shared.pending // self._page_tokens
-            )
-            for tier, here in known.items():
-                self._room.make(tier, self._room.pages_for(tier, pages, meant) - here.pages, patience=_GROWTH_SECONDS)
-            batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask, meant)
-        finally:
-            for match in held:
-                match.close()
-        full = None
-        looked_at = min(pages, batch.full_at)
-        outcomes = batch.outcomes[:looked_at]
-        self._room.count_meant(outcomes, meant)
-        saved, present, pending = self._tally(outcomes)
-        refused = pages - looked_at
-        transfer = self._copies.save(batch, source, turn, inbox=inbox)
-        if transfer is None:
-            refused, saved = refused + saved, 0
-            transfer = self._copies.ended(inbox)
-        for tier in targets:
-            lacking = refused + int((outcomes[:, tier] == FULL).sum())
-            if full is None and lacking and not self._index.poisoned():
-                full = self._room.full(tier, lacking)
-        self._counters.saved(saved, refused)
-        self._count_skipped(targets, saved)
-        return SaveResult(saved, present, pending, refused, transfer, full)
+            with Taken(self._index) as head:
+                self._index.match_and_pin(name_space, checked, mask, into=head)
+                known = {
+                    tier: self._index.match_and_pin(name_space, checked, tier_mask(tier), into=head) for tier in targets
+                }
+                in_shared = known.get(Tier.SHARED)
+                meant = self._room.meant_for(keys, 0 if in_shared is None else in_shared.pages + in_shared.pending)
+                for tier, here in known.items():
+                    wanted = self._room.pages_for(tier, pages, meant) - here.pages
+                    self._room.make(tier, wanted, patience=_GROWTH_SECONDS)
+                batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask, meant, into=taken)
+            full = None
+            looked_at = min(pages, batch.full_at)
+            outcomes = batch.outcomes[:looked_at]
+            self._room.count_meant(outcomes, meant)
+            saved, present, pending = self._tally(outcomes)
+            refused = pages - looked_at
+            transfer = self._copies.save(batch, source, turn, taken, inbox=inbox)
+            if transfer is None:
+                refused, saved = refused + saved, 0
+                transfer = self._copies.ended(inbox)
+            for tier in targets:
+                lacking = refused + int((outcomes[:, tier] == FULL).sum())
+                if full is None and lacking and not self._index.poisoned():
+                    full = self._room.full(tier, lacking)
+            self._counters.saved(saved, refused)
+            self._count_skipped(targets, saved)
+            return SaveResult(saved, present, pending, refused, transfer, full)
 
     def _refuse_save(
         self, name_space: int, tokens: npt.NDArray[np.int32], pages: int, inbox: Inbox | None
@@ -360,14 +356,16 @@ class PageStore:
         checked = as_tokens(tokens)
         name_space, seed = self._namespace(namespace)
         usable = self._room.readable
-        result = self._index.match_and_pin(name_space, checked, usable)
-        if self._staging is not None:
-            result = self._staging.extend(result, name_space, seed, checked, usable)
-        match = Match(self._index, result, self._page_tokens)
-        asked = checked.size // self._page_tokens
-        self._counters.looked_up(asked, match.tiers, match.miss, result.pending)
-        self._copies.write_used(match)
-        return match
+        with Taken(self._index) as taken:
+            result = self._index.match_and_pin(name_space, checked, usable, into=taken)
+            if self._staging is not None:
+                result = self._staging.extend(result, name_space, seed, checked, usable, taken)
+            match = Match(self._index, result, self._page_tokens)
+            asked = checked.size // self._page_tokens
+            self._counters.looked_up(asked, match.tiers, match.miss, result.pending)
+            self._copies.write_used(match)
+            taken.hand_on()  # the match's own from here on; where we do not come to here, it finds its lease ended
+            return match
 
     def cached(self, tokens: Tokens, *, tiers: Collection[Tier], namespace: Namespace | None = None) -> int:
         """Say how many leading tokens some tiers hold now, the device too: for a scheduler, or to look.
@@ -454,25 +452,36 @@ class PageStore:
         checked = as_keys(keys)
         _check_kind(kind)
         lease = as_seconds("lease", lease)
+        match = self._match_keys(checked, kind, is_staging=readahead)
+        is_kept = False
+        try:
+            _, tiers, _ = match.locations()
+            self._counters.looked_up(len(checked), match.tiers, match.miss, match.pending // self._page_tokens)
+            self._copies.write_used(match)
+            if match.pages and readahead:
+                self._copies.read_ahead(match)
+            if match.pages and lease > 0:
+                with self._lock:
+                    self._leases.append((self._clock.monotonic() + lease, match))
+                    is_kept = True
+                    oldest = self._leases.pop(0)[1] if len(self._leases) > _MOST_LEASES else None
+                if oldest is not None:
+                    oldest.close()
+        finally:
+            if not is_kept:
+                match.close()
+        return Probe(match.pages, tiers)
+
+    def _match_keys(self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool) -> Match:
+        """Find the leading keys that are cached and pin them. is_staging: also those that a neighbour has."""
         usable = self._room.readable
-        result = self._index.match_keys_and_pin(checked, kind, usable)
-        if self._staging is not None and readahead:
-            result = self._staging.extend_keys(result, checked, kind, usable)
-        match = Match(self._index, result, self._page_tokens)
-        _, tiers, _ = match.locations()
-        self._counters.looked_up(len(checked), match.tiers, match.miss, result.pending)
-        self._copies.write_used(match)
-        if result.pages and readahead:
-            self._copies.read_ahead(match)
-        if result.pages and lease > 0:
-            with self._lock:
-                self._leases.append((self._clock.monotonic() + lease, match))
-                oldest = self._leases.pop(0)[1] if len(self._leases) > _MOST_LEASES else None
-            if oldest is not None:
-                oldest.close()
-        else:
-            match.close()
-        return Probe(result.pages, tiers)
+        with Taken(self._index) as taken:
+            result = self._index.match_keys_and_pin(keys, kind, usable, into=taken)
+            if self._staging is not None and is_staging:
+                result = self._staging.extend_keys(result, keys, kind, usable, taken)
+            match = Match(self._index, result, self._page_tokens)
+            taken.hand_on()
+            return match
 
     def load_keys(
         self, keys: Keys, *, into: PoolSlice, kind: int = KIND_KV, deadline: float | None = None
@@ -502,19 +511,15 @@ class PageStore:
         at = 0
         try:
             while at < len(checked):
-                usable = self._room.readable
-                result = self._index.match_keys_and_pin(checked[at:], kind, usable)
-                if self._staging is not None:
-                    result = self._staging.extend_keys(result, checked[at:], kind, usable)
-                with Match(self._index, result, self._page_tokens) as match:
+                with self._match_keys(checked[at:], kind, is_staging=True) as match:
                     self._copies.write_used(match)
-                    if result.pages:
+                    if match.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())
-                        target = into[at : at + result.pages]
+                        target = into[at : at + match.pages]
                         running.append((at, self._copies.load(match, target, deadline=left)))
-                at += result.pages
+                at += match.pages
                 # More than staging holds: what is in it has to land first.
-                if result.pages and self._staging is not None and self._staging.offers(checked[at : at + 1], kind):
+                if match.pages and self._staging is not None and self._staging.offers(checked[at : at + 1], kind):
                     for _, transfer in running:
                         transfer.wait()
                     continue
@@ -575,35 +580,30 @@ class PageStore:
             self._count_skipped(targets, refused)
             return result
         mask = tier_mask(*targets)
-        # Touch and pin what is here of these keys, so that making room for the rest does not take it.
-        held = Match(self._index, self._index.match_keys_and_pin(checked, kind, mask), self._page_tokens)
         meant = None
-        try:
-            for tier in targets:
-                here, _ = self._index.probe(checked, kind, tier_mask(tier))
-                meant = self._room.meant_for(checked, here) if tier is Tier.SHARED else meant
-                wanted = self._room.pages_for(tier, len(checked), meant) - here
-                self._room.make(tier, wanted, patience=_GROWTH_SECONDS)
-            batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask, meant)
-        finally:
-            held.close()
-        self._room.count_meant(batch.outcomes, meant)
-        new = (batch.outcomes == NEW).any(axis=1)
-        here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
-        result[here & ~new] = SaveOutcome.PRESENT
-        transfer = self._copies.save(batch, source, turn)
-        if transfer is not None:
-            try:
-                is_done = transfer.wait(deadline)
-            except BaseException:  # ctrl-C, for one: the source is the caller's again when we leave
-                transfer.revoke()
-                raise
-            if not is_done:
-                transfer.revoke()
-            if transfer.pages:
-                landed = transfer.ok
-                rows = np.flatnonzero(new)
-                result[rows[landed]] = SaveOutcome.STORED
+        with Taken(self._index) as taken:
+            # Touch and pin what is here of these keys, so that making room for the rest does not take it.
+            with Taken(self._index) as here_now:
+                self._index.match_keys_and_pin(checked, kind, mask, into=here_now)
+                for tier in targets:
+                    here, _ = self._index.probe(checked, kind, tier_mask(tier))
+                    meant = self._room.meant_for(checked, here) if tier is Tier.SHARED else meant
+                    wanted = self._room.pages_for(tier, len(checked), meant) - here
+                    self._room.make(tier, wanted, patience=_GROWTH_SECONDS)
+                batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask, meant, into=taken)
+            self._room.count_meant(batch.outcomes, meant)
+            new = (batch.outcomes == NEW).any(axis=1)
+            here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
+            result[here & ~new] = SaveOutcome.PRESENT
+            transfer = self._copies.save(batch, source, turn, taken)
+            if transfer is not None:
+                # By ctrl-C, for one, `taken` ends it: the source is the caller's again when we leave.
+                if not transfer.wait(deadline):
+                    transfer.revoke()
+                if transfer.pages:
+                    landed = transfer.ok
+                    rows = np.flatnonzero(new)
+                    result[rows[landed]] = SaveOutcome.STORED
         stored = int((result == SaveOutcome.STORED).sum())
         self._counters.saved(stored, int((result == SaveOutcome.REFUSED).sum()))
         self._count_skipped(targets, stored)
@@ -767,8 +767,8 @@ class PageStore:
         checked = as_tokens(tokens)
         name_space, _ = self._namespace(namespace)
         # A match grafts what only hashes know, so that a recovered chain can be named by its tokens.
-        found = self._index.match_and_pin(name_space, checked, self._room.readable)
-        Match(self._index, found, self._page_tokens).close()
+        with Taken(self._index) as taken:
+            self._index.match_and_pin(name_space, checked, self._room.readable, into=taken)
         keep_pages = -(-keep // self._page_tokens)
         tiers = self._room.all_tiers
         victims = self._index.claim_chain(name_space, checked, keep_pages, tier_mask(*tiers))

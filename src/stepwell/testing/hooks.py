@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
-from stepwell.index import Tier
+from stepwell.index import Taken, Tier
 from stepwell.mover import Inbox, Transfer
 from stepwell.pool import PoolSlice
 from stepwell.store import PageStore
@@ -50,11 +50,11 @@ def swap_saved_pages(store: PageStore) -> None:
     save = store._copies.save
 
     def swapped(
-        batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+        batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, *, inbox: Inbox | None = None
     ) -> Transfer | None:
         order = np.arange(len(source))
         order[-2:] = order[-2:][::-1]
-        return save(batch, source.pool[source.slots[order]], turn, inbox=inbox)
+        return save(batch, source.pool[source.slots[order]], turn, taken, inbox=inbox)
 
     store._copies.save = swapped  # type: ignore[method-assign]
 
@@ -67,9 +67,9 @@ def lose_saved_pages(store: PageStore) -> None:
     save = store._copies.save
 
     def losing(
-        batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+        batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, *, inbox: Inbox | None = None
     ) -> Transfer | None:
-        transfer = save(batch, source, turn, inbox=inbox)
+        transfer = save(batch, source, turn, taken, inbox=inbox)
         if transfer is not None and transfer.pages and transfer.wait(30.0):
             for tier in store._room.keeping:
                 medium = store._room.medium(tier)

@@ -1,0 +1,180 @@
+"""Ctrl-C in the middle of a call leaves nothing claimed, nothing pinned, and nothing that still uses the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from interrupt_kit import Interrupter
+from stepwell import copies, lease, staging, store
+from stepwell.hashing import prefix_hashes
+from stepwell.index import Tier
+from stepwell.testing.faults import inject, resume, wait_paused
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, assert_unpinned, assert_whole, chain
+
+MODULES = (store, copies, staging, lease)
+PAGES = 3
+
+
+def keys_of(tokens: Tokens) -> np.ndarray:
+    return prefix_hashes(tokens, page_tokens=PAGE_TOKENS)
+
+
+def save(rig: Rig, tokens: Tokens) -> None:
+    rig.store.save(tokens, source=rig.pool[:PAGES])
+
+
+def save_keys(rig: Rig, tokens: Tokens) -> None:
+    rig.store.save_keys(keys_of(tokens), source=rig.pool[:PAGES])
+
+
+def match(rig: Rig, tokens: Tokens) -> None:
+    rig.store.match(tokens).close()
+
+
+def load(rig: Rig, tokens: Tokens) -> None:
+    with rig.store.match(tokens) as found:
+        rig.store.load(found, into=rig.pool[: found.pages])
+
+
+def load_keys(rig: Rig, tokens: Tokens) -> None:
+    rig.store.load_keys(keys_of(tokens), into=rig.pool[:PAGES])
+
+
+def probe(rig: Rig, tokens: Tokens) -> None:
+    rig.store.probe(keys_of(tokens), lease=0.0)
+
+
+def forget(rig: Rig, tokens: Tokens) -> None:
+    rig.store.forget(tokens, keep=tokens.size)
+
+
+def assert_nothing_is_left(rig: Rig) -> None:
+    mover = rig.store._copies.mover
+    assert mover is not None
+    assert mover.drain(30.0)
+    assert_whole(rig.store)
+    assert_unpinned(rig.store)
+
+
+def interrupt_everywhere(rig: Rig, prepare: Callable[[int], Tokens], call: Callable[[Rig, Tokens], None]) -> int:
+    """Interrupt a call at each place in turn, until it is over before. Returns how many there are."""
+    for nth in range(1, 10_000):
+        tokens = prepare(nth)
+        interrupter = Interrupter(nth, MODULES)
+        interrupter.run(lambda tokens=tokens: call(rig, tokens))  # type: ignore[misc]
+        try:
+            assert_nothing_is_left(rig)
+        except AssertionError as error:
+            error.add_note(f"interrupted at {interrupter.where}, place {nth}")
+            raise
+        if not interrupter.has_fired:
+            return nth - 1
+    raise AssertionError("the call does not end")
+
+
+@pytest.mark.parametrize("call", [save, save_keys])
+def test_an_interrupted_save_returns_its_claims(open_rig: OpenRig, call: Callable[[Rig, Tokens], None]) -> None:
+    rig = open_rig(shared=VOLUME_BYTES, disk=VOLUME_BYTES)
+
+    def prepare(nth: int) -> Tokens:
+        rig.store.clear()
+        rig.save(chain(nth, 1))
+        return chain(nth, PAGES)
+
+    assert interrupt_everywhere(rig, prepare, call) > 30
+
+
+@pytest.mark.parametrize("call", [match, load, load_keys, probe, forget])
+def test_an_interrupted_look_up_or_load_returns_its_pins_and_claims(
+    open_rig: OpenRig, call: Callable[[Rig, Tokens], None]
+) -> None:
+    rig = open_rig(shared=VOLUME_BYTES, disk=VOLUME_BYTES)
+    tokens = chain(1, PAGES)
+    rig.save(tokens)
+
+    def prepare(nth: int) -> Tokens:
+        rig.store.evict(Tier.SHARED, PAGES)  # from disk, so that they go back up
+        return tokens
+
+    assert interrupt_everywhere(rig, prepare, call) > 5
+    assert rig.load(tokens) == PAGES
+
+
+def test_an_interrupted_second_use_returns_its_claims(open_rig: OpenRig, directories: Directories) -> None:
+    config = directories.config(shared=VOLUME_BYTES, disk=VOLUME_BYTES)
+    assert config.disk is not None
+    rig = open_rig(msgspec.structs.replace(config, disk=msgspec.structs.replace(config.disk, write="selective")))
+
+    def prepare(nth: int) -> Tokens:
+        rig.store.clear()
+        rig.save(chain(nth, PAGES))
+        return chain(nth, PAGES)
+
+    assert interrupt_everywhere(rig, prepare, match) > 20
+
+
+@pytest.mark.parametrize("call", [match, probe, load_keys])
+def test_an_interrupted_look_up_of_a_neighbours_pages_returns_their_claims(
+    open_rig: OpenRig, call: Callable[[Rig, Tokens], None]
+) -> None:
+    sizes = {"shared": 2 * VOLUME_BYTES, "disk": 0}
+    owner, reader = open_rig(**sizes), open_rig(**sizes)
+    owner.save(chain(1, PAGES))
+    reader.round()
+
+    def prepare(nth: int) -> Tokens:
+        reader.store.clear()
+        assert reader.store.cached(chain(1, PAGES), tiers=(Tier.HOST, Tier.SHARED)) == 0
+        return chain(1, PAGES)
+
+    assert interrupt_everywhere(reader, prepare, call) > 20
+    assert reader.load(chain(1, PAGES)) == PAGES
+
+
+# ---- what was handed to the mover already ----------------------------------------------------------------------------
+
+
+@contextmanager
+def interrupted_behind_submit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have ctrl-C come as soon as the mover has a plan, whose first copy is held until the call has ended."""
+
+    def interrupted(*arguments: object, **named: object) -> None:
+        wait_paused("mover.before_copy")
+        raise KeyboardInterrupt
+
+    with inject("mover.before_copy", "pause", nth=1), monkeypatch.context() as patch:
+        patch.setattr(rig.store._copies, "observe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        resume("mover.before_copy")
+
+
+def test_no_byte_lands_once_a_load_was_interrupted(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(shared=VOLUME_BYTES, disk=0)
+    rig.save(chain(1, PAGES))
+    with rig.store.match(chain(1, PAGES)) as found:
+        rig.rows[:] = 0xEE
+        with interrupted_behind_submit(rig, monkeypatch):
+            rig.store.load(found, into=rig.pool[:PAGES])
+    assert_nothing_is_left(rig)
+    assert (rig.rows == 0xEE).all()
+    assert rig.load(chain(1, PAGES)) == PAGES
+
+
+@pytest.mark.parametrize("call", [save, save_keys])
+def test_the_source_is_not_read_once_a_save_was_interrupted(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, call: Callable[[Rig, Tokens], None]
+) -> None:
+    rig = open_rig(shared=VOLUME_BYTES, disk=0)
+    with interrupted_behind_submit(rig, monkeypatch):
+        call(rig, chain(1, PAGES))
+    rig.rows[:] = 0xEE
+    assert_nothing_is_left(rig)
+    assert rig.load(chain(1, PAGES)) == 0
+    assert rig.save(chain(1, PAGES)).saved == PAGES
+    assert rig.load(chain(1, PAGES)) == PAGES
