@@ -43,8 +43,6 @@ from stepwell.index import Index, Residency, Taken, Tier, tier_mask
 from stepwell.keeper import INTERVAL, LIVELY_INTERVAL, Keepers
 from stepwell.lease import Match
 from stepwell.mover import (
-    POOL_COLUMN,
-    SINK,
     SOURCE,
     STATUS_REASON,
     Inbox,
@@ -55,7 +53,7 @@ from stepwell.mover import (
     WorkClass,
 )
 from stepwell.pins import Pinned, Pins
-from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend, lend_canonical
+from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend
 from stepwell.room import Room
 from stepwell.rounds import LEFT_BEHIND, Leaving, Round
 from stepwell.seen import Seen
@@ -844,32 +842,28 @@ class PageStore:
         Cost: all bytes of all tiers are read once, through the mover, behind loads.
         """
         self._use()
-        buffer = np.empty((_VERIFY_PAGES, self._config.geometry.page_bytes), dtype=np.uint8)
-        pool = lend_canonical(self._shape, buffer)
         total = damaged = 0
         for tier in list(self._tiers):
             if not self._health.is_readable(tier):
                 continue
             after: int | None = None
             while True:
-                ids, slots = self._index.pin_resident(tier, after, _VERIFY_PAGES)
-                if ids.size == 0:
-                    break
-                after = int(ids[-1])
-                transfer: Transfer | None = None
-                try:
-                    plan = Plan.empty(ids)
+                with Taken(self._index) as taken:
+                    ids, slots = self._index.pin_resident(tier, after, _VERIFY_PAGES, into=taken)
+                    if ids.size == 0:
+                        break
+                    after = int(ids[-1])
+                    plan = Plan.empty(ids)  # without a sink: each page is checked where it is
                     plan.roles[:, tier], plan.slots[:, tier] = SOURCE, slots
-                    plan.roles[:, POOL_COLUMN], plan.slots[:, POOL_COLUMN] = SINK, np.arange(ids.size)
-                    transfer = self._copies.submit(plan, pool=pool, work_class=WorkClass.DEMOTE)
-                    if transfer is not None:
-                        transfer.wait()
-                except BaseException:  # ctrl-C, for one
-                    if transfer is not None:
-                        transfer.cancel()
-                    raise
-                finally:
-                    self._index.unpin_pages(ids)
+                    transfer: Transfer | None = None
+                    try:
+                        transfer = self._copies.submit(plan, pool=None, work_class=WorkClass.DEMOTE)
+                        if transfer is not None:
+                            transfer.wait()
+                    except BaseException:  # ctrl-C, for one
+                        if transfer is not None:
+                            transfer.cancel()
+                        raise
                 self._use()  # closed meanwhile: not all was read
                 self._raise_if_poisoned()
                 if transfer is None:
