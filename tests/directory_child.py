@@ -100,7 +100,7 @@ class Worker:
         except VolumeBusyError as error:
             return {"busy": str(error), "held": self._held()}
         except (StepwellError, ValueError) as error:
-            return {"error": f"{type(error).__name__}: {error}", "held": self._held()}
+            return {"failed": f"{type(error).__name__}: {error}", "held": self._held()}
         return {"answer": answer, "held": self._held()}
 
     def _held(self) -> list[str]:

@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import random
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from child_kit import Child
 from stepwell import _core
 from stepwell.tiers.volume_files import header_checksum
 from store_kit import Directories
@@ -44,53 +41,6 @@ HEADER = (
 )
 RECORD = ((0, 8), (8, 8), (16, 1), (17, 1), (18, 1), (19, 1), (20, 4), (24, 4), (28, 4), (32, 8), (96, 8), (160, 8))
 PROCESS = ((0, 8), (8, 4), (16, 8), (32, 8), (40, 8), (56, 8), (64, 8), (72, 8), (80, 8), (88, 8))
-
-
-class Child:
-    """A process that serves; see mutation_child.py."""
-
-    def __init__(self, seed: int) -> None:
-        command = [sys.executable, str(CHILD), str(seed)]
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-
-    def send(self, do: str, **arguments: Any) -> None:
-        """Ask for something; `receive` has the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        """Wait for the answer. A child that hangs ends itself."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait(10)
-            self._errors.seek(0)
-            raise AssertionError(f"the process ended with {status}: {self._errors.read()[-4000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        assert "failed" not in answer, answer["failed"]
-        return answer
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send and receive."""
-        self.send(do, **arguments)
-        return self.receive()
-
-    def end(self) -> None:
-        """Let it end, and wait for it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self._errors.close()
 
 
 class Mutator:
@@ -496,7 +446,7 @@ class Campaign:
         self.batch, self.batches = batch, batches
         self.directories = Directories(base / "shared", base / "disk")
         self.mutator = Mutator(self.rng, self.directories, base)
-        self.children = [Child(seed * 2 + which) for which in range(2)]
+        self.children = [Child(CHILD, str(seed * 2 + which)) for which in range(2)]
         self.totals: Counter[str] = Counter()
         self.last: list[str] = []
 
@@ -510,7 +460,7 @@ class Campaign:
             raise
         finally:
             for child in self.children:
-                child.end()
+                child.close()
             self.mutator.heal()
 
     def round(self) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,67 +12,27 @@ from typing import Any
 
 import pytest
 
+from child_kit import DIRECTORY_CHILD, Child
 from directory_child import VOLUME, AmpleLimits, make_directory
 from stepwell.errors import VolumeBusyError
 from stepwell.tiers.directory import HeldVolume, Machine
 from stepwell.tiers.volumes import PATIENCE_NS, TierDirectory
 
-CHILD = Path(__file__).with_name("directory_child.py")
 # After a death, a starving process is served within so many rounds of: owners answer, the starving
 # one asks.
 ROUNDS = 3
 
 
-class Child:
-    """A process that obeys: `ask` waits for the answer, `send` and `receive` leave time between."""
-
-    def __init__(self, kind: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def send(self, do: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"{self.process.args} died"
-        answer: dict[str, Any] = json.loads(line)
-        assert "error" not in answer, answer
-        return answer
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        self.send(do, **arguments)
-        return self.receive()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def poor() -> Iterator[Child]:
-    child = Child("worker")
+    child = Child(DIRECTORY_CHILD, "worker")
     yield child
     child.close()
 
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Child]:
-    child = Child("zygote")
+    child = Child(DIRECTORY_CHILD, "zygote")
     yield child
     child.close()
 
@@ -237,7 +194,7 @@ def test_a_process_stopped_at_any_call_harms_nobody_and_its_death_frees_what_it_
 def test_an_owner_that_is_stopped_is_passed_over_and_keeps_what_it_holds(base: Path, medium: str) -> None:
     now = [1_000_000]
     machine = Machine(boottime_ns=lambda: now[0], limits=AmpleLimits())
-    stopped, path = Child("worker"), base / "tier"
+    stopped, path = Child(DIRECTORY_CHILD, "worker"), base / "tier"
     try:
         stopped.ask("open", path=str(path), medium=medium, capacity=5)
         for _ in range(3):
@@ -293,7 +250,7 @@ def holds_a_lock(pid: int) -> bool:
 
 
 def test_a_forked_child_keeps_no_lock_of_a_parent_that_is_killed(base: Path, medium: str) -> None:
-    parent, path = Child("worker"), base / "tier"
+    parent, path = Child(DIRECTORY_CHILD, "worker"), base / "tier"
     parent.ask("open", path=str(path), medium=medium)
     volume_id = parent.ask("grow")["held"][0]
     forked = parent.ask("fork")["answer"]
@@ -313,7 +270,7 @@ def test_a_forked_child_keeps_no_lock_of_a_parent_that_is_killed(base: Path, med
 
 
 def test_the_end_of_a_forked_child_harms_nothing(base: Path, medium: str) -> None:
-    parent, path = Child("worker"), base / "tier"
+    parent, path = Child(DIRECTORY_CHILD, "worker"), base / "tier"
     try:
         parent.ask("open", path=str(path), medium=medium)
         held = parent.ask("grow")["held"]
@@ -328,7 +285,7 @@ def test_the_end_of_a_forked_child_harms_nothing(base: Path, medium: str) -> Non
 
 
 def test_processes_that_come_and_go_at_once_keep_the_budget(base: Path, medium: str) -> None:
-    path, workers = base / "tier", [Child("worker") for _ in range(3)]
+    path, workers = base / "tier", [Child(DIRECTORY_CHILD, "worker") for _ in range(3)]
     path.mkdir(mode=0o700)
     try:
         for round_ in range(12):

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from child_kit import DIRECTORY_CHILD, Child
 from directory_child import VOLUME
 from stepwell import _core, inspection, verification
 from stepwell.cli import main
@@ -21,8 +22,7 @@ from stepwell.errors import StepwellUsageError, VolumeError
 from stepwell.tiers.locks import try_lock
 from stepwell.tiers.reader import NotReadableError, count_slots, open_volume
 from stepwell.tiers.volume_files import list_directory
-from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, Directories, Rig, chain
-from test_directory_processes import Child
+from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, Directories, OpenRig, chain
 from volume_kit import FINGERPRINT, Volume, sealed
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ def place(directories: Directories) -> Path:
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    child = Child("worker")
+    child = Child(DIRECTORY_CHILD, "worker")
     yield child
     child.close()
 
@@ -97,7 +97,7 @@ def test_after_sigkill_volumes_are_orphans_and_the_process_file_is_a_leftover(pl
 
 
 def test_pages_of_a_closed_store_are_counted_listed_and_right(
-    open_rig: Callable[..., Rig], directories: Directories
+    open_rig: OpenRig, directories: Directories
 ) -> None:
     rig = open_rig(shared=4 * 256 * 1024, disk=4 * 256 * 1024)
     for number in range(4):
@@ -559,7 +559,7 @@ def test_json_is_one_list_of_results(place: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_configuration_names_the_model(
-    open_rig: Callable[..., Rig], directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    open_rig: OpenRig, directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig = open_rig(disk=0)
     rig.save(chain(0, 3))

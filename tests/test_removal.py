@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from child_kit import DIRECTORY_CHILD, Child
 from directory_child import make_directory
 from stepwell import _core, inspection, removal
 from stepwell.cli import main
@@ -24,7 +25,6 @@ from stepwell.errors import StepwellUsageError, VolumeBusyError, VolumeError
 from stepwell.testing.faults import inject
 from stepwell.tiers.locks import try_lock
 from store_kit import Directories
-from test_directory_processes import Child
 from volume_kit import FINGERPRINT, Volume
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ def medium(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    child = Child("worker")
+    child = Child(DIRECTORY_CHILD, "worker")
     yield child
     child.close()
 
@@ -348,7 +348,7 @@ def test_two_removals_and_a_store_that_adopts_share_a_directory(
 
 def test_a_living_birth_is_left_alone(place: Path, child: Child) -> None:
     # Stopped between two calls of a birth, a process holds the lock of what it makes.
-    zygote = Child("zygote")
+    zygote = Child(DIRECTORY_CHILD, "zygote")
     try:
         stopped = 0
         for nth in range(1, 400):
