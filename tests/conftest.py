@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from stepwell.config import StoreConfig
 from stepwell.testing import faults
-from store_kit import Directories, Rig, assert_unpinned, assert_whole
+from store_kit import Directories, OpenRig, Rig, assert_unpinned, assert_whole
 
 # How long an example takes is the machine's matter, not the test's.
 settings.register_profile("stepwell", deadline=None)
@@ -76,7 +76,7 @@ def directories(no_leaks: None, tmp_path: Path) -> Iterator[Directories]:
 
 
 @pytest.fixture
-def open_rig(directories: Directories) -> Iterator[Callable[..., Rig]]:
+def open_rig(directories: Directories) -> Iterator[OpenRig]:
     """Open stores: `open_rig(host=, shared=, disk=, ...)` or `open_rig(config)`; those still open afterwards are whole.
 
     keeper: with its thread; else its rounds are `rig.round()`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ GEOMETRY = PageGeometry(
 )
 PAGE_BYTES = GEOMETRY.page_bytes
 VOLUME_BYTES = 256 * 1024
+BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
+SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
+DISK_ONLY = {"shared": 0, "disk": VOLUME_BYTES}
 AXES = "slot layer stream token head dim"
 
 Bytes = npt.NDArray[np.uint8]
@@ -126,6 +130,10 @@ class Rig:
     def close(self) -> None:
         """Close the store."""
         self.store.close()
+
+
+OpenRig = Callable[..., Rig]
+"""The fixture of conftest.py."""
 
 
 def assert_whole(store: PageStore) -> None:

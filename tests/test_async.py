@@ -29,9 +29,8 @@ from stepwell.clock import ManualClock
 from stepwell.errors import ForkedError, StepwellUsageError, StoreClosedError
 from stepwell.testing.faults import inject, resume, wait_paused
 from stepwell.waker import wait_told
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, Tokens, assert_unpinned, chain, stamps
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, assert_unpinned, chain, stamps
 
-OpenRig = Callable[..., Rig]
 PATIENCE = 60.0  # seconds no machine needs
 QUEUE_FULL = int(_core.Status.queue_full)
 DOC = Path(__file__).parents[1] / "docs" / "async.md"

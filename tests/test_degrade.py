@@ -25,10 +25,14 @@ from stepwell.tiers.directory import Full as DirectoryFull
 from stepwell.tiers.directory import HeldVolume
 from stepwell.tiers.volume_tier import GROW_RETRY, VolumeTier
 from store_kit import (
+    BOTH,
+    DISK_ONLY,
     PAGE_BYTES,
     PAGE_TOKENS,
+    SHARED_ONLY,
     VOLUME_BYTES,
     Directories,
+    OpenRig,
     Rig,
     assert_unpinned,
     assert_whole,
@@ -36,10 +40,6 @@ from store_kit import (
     stamps,
 )
 
-OpenRig = Callable[..., Rig]
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
-SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
-DISK_ONLY = {"shared": 0, "disk": VOLUME_BYTES}
 TWO_ON_DISK = {"shared": 0, "disk": 2 * VOLUME_BYTES}  # room beside a volume whose header cannot be read
 MANY = MOST_ERRORS + 8  # pages
 

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from stepwell.doctor.scratch import LOCK, PREFIX, parent_of, scratch_beside, swe
 from stepwell.doctor.worker import ActFailedError, Spec, config_of, contents, load_and_compare, save_all
 from stepwell.index import Tier
 from stepwell.store import PageStore
-from store_kit import Directories, Rig, chain
+from store_kit import Directories, OpenRig, chain
 
 MIB = 1 << 20
 PAGE_BYTES = 8192
@@ -79,7 +79,7 @@ def test_a_device_without_a_tier_below_gets_its_pages_back_from_host_memory() ->
     assert "written through to host, dropped, brought back" in found["device round"].found
 
 
-def test_the_user_s_pages_are_not_touched(directories: Directories, open_rig: Callable[..., Rig]) -> None:
+def test_the_user_s_pages_are_not_touched(directories: Directories, open_rig: OpenRig) -> None:
     rig = open_rig(host=0)
     rig.save(chain(1, 40))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 from mutation_kit import Campaign, Mutator
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain, stamps
 
 CHAINS, PAGES = 30, 12
 KEYS = {number: prefix_hashes(chain(number, PAGES), page_tokens=PAGE_TOKENS) for number in range(CHAINS)}
@@ -48,7 +48,7 @@ def found_pages(rig: Rig) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_stays_in_the_volume_it_was_done_to(
-    directories: Directories, open_rig: Callable[..., Rig], seed: int
+    directories: Directories, open_rig: OpenRig, seed: int
 ) -> None:
     """Ten changes of bytes, sizes, header or records of one volume cost no page of the others."""
     config = directories.config(shared=0, disk=8 * VOLUME_BYTES)
@@ -77,7 +77,7 @@ def test_damage_stays_in_the_volume_it_was_done_to(
     assert again.load(chain(99, PAGES)) == PAGES
 
 
-def test_a_changed_byte_of_a_page_costs_that_page(directories: Directories, open_rig: Callable[..., Rig]) -> None:
+def test_a_changed_byte_of_a_page_costs_that_page(directories: Directories, open_rig: OpenRig) -> None:
     """On disk and in shared memory: all others come, and are right."""
     for sizes in ({"shared": 4 * VOLUME_BYTES, "disk": 0}, {"shared": 0, "disk": 4 * VOLUME_BYTES}):
         rig = open_rig(slots=PAGES, **sizes)

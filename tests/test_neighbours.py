@@ -26,9 +26,7 @@ from stepwell.index import Tier
 from stepwell.mover import Transfer
 from stepwell.testing import faults
 from stepwell.tiers import directory as tier_directory
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, Tokens, chain, stamps, stamps_of
-
-OpenRig = Callable[..., Rig]
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, chain, stamps, stamps_of
 
 MEDIA = pytest.mark.parametrize("sizes", [{"disk": 0}, {"shared": 0}, {}], ids=["shared", "disk", "both"])
 

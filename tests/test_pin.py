@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,8 @@ from stepwell.clock import ManualClock
 from stepwell.index import Tier
 from stepwell.pins import MOST_PINS, PinsFull
 from stepwell.testing.faults import inject, resume, wait_paused
-from store_kit import PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain
+from store_kit import PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
-OpenRig = Callable[..., Rig]
 HOST_BYTES = 64 * PAGE_BYTES
 
 

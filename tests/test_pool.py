@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -13,10 +11,18 @@ from stepwell.errors import GeometryError, StepwellUsageError
 from stepwell.geometry import PageGeometry
 from stepwell.pool import LentPool, PoolPointers, lend
 from stepwell.store import PageStore
-from store_kit import AXES, GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
+from store_kit import (
+    AXES,
+    GEOMETRY,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    SHARED_ONLY,
+    Directories,
+    OpenRig,
+    chain,
+    stamps,
+)
 
-OpenRig = Callable[..., Rig]
-SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
 SHAPE = _core.PageShape(list(GEOMETRY.layer_bytes), GEOMETRY.fingerprint())
 SLOTS, PAGES = 10, 6
 SIZES = {"layer": 2, "stream": 2, "slot": SLOTS, "token": PAGE_TOKENS, "head": 2, "dim": 32}

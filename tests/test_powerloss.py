@@ -25,7 +25,7 @@ from stepwell.errors import StepwellUsageError, TierIOError
 from stepwell.index import Residency, Tier
 from stepwell.testing.faults import fail_each, inject, reached, resume, wait_paused
 from stepwell.testing.powerloss import Call, Disk, Kind, Loss, record
-from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, assert_whole, chain
+from store_kit import GEOMETRY, VOLUME_BYTES, Directories, OpenRig, Rig, assert_whole, chain
 
 CHANCE = random.Random(0)
 NOTHING = Call(Kind.SYNC)  # of no file
@@ -265,7 +265,7 @@ def syncs(rig: Rig) -> int:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["disk", "shared and disk"])
 def test_a_save_costs_two_syncs_however_many_pages_it_has(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig], shared: bool
+    open_rig: OpenRig, power: Callable[..., StoreConfig], shared: bool
 ) -> None:
     rig = open_rig(power(shared=shared))
     rig.save(chain(0, 1))
@@ -275,7 +275,7 @@ def test_a_save_costs_two_syncs_however_many_pages_it_has(
 
 
 def test_saves_that_wait_share_their_syncs(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig]
+    open_rig: OpenRig, power: Callable[..., StoreConfig]
 ) -> None:
     rig = open_rig(power())
     rig.save(chain(0, 1))
@@ -298,7 +298,7 @@ def test_saves_that_wait_share_their_syncs(
     assert [rig.load(chain(number, 3)) for number in range(1, 7)] == [3] * 6
 
 
-def test_without_it_nothing_is_synced(open_rig: Callable[..., Rig], directories: Directories) -> None:
+def test_without_it_nothing_is_synced(open_rig: OpenRig, directories: Directories) -> None:
     with inject("file.sync*", "count"):
         rig = open_rig(shared=0)
         rig.save(chain(0, 8))
@@ -309,7 +309,7 @@ def test_without_it_nothing_is_synced(open_rig: Callable[..., Rig], directories:
 
 
 def test_a_page_is_resident_on_disk_only_once_it_is_durable(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig]
+    open_rig: OpenRig, power: Callable[..., StoreConfig]
 ) -> None:
     rig = open_rig(power(shared=True))
     with inject("volume.settle", "pause"):
@@ -328,11 +328,9 @@ def test_a_page_is_resident_on_disk_only_once_it_is_durable(
 # ---- when it fails ---------------------------------------------------------------------------------------------------
 
 
-
-
 @pytest.mark.parametrize("point", ["file.sync", "volume.settle", "volume.after_bytes_sync", "volume.after_sync"])
 def test_pages_whose_sync_fails_are_not_acknowledged_and_not_found(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig], directories: Directories, point: str
+    open_rig: OpenRig, power: Callable[..., StoreConfig], directories: Directories, point: str
 ) -> None:
     clock = ManualClock()
     rig = open_rig(power(), clock=clock)
@@ -358,7 +356,7 @@ def test_pages_whose_sync_fails_are_not_acknowledged_and_not_found(
 
 
 def test_a_volume_takes_no_page_after_a_failed_sync_until_it_is_opened_anew(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig], caplog: pytest.LogCaptureFixture
+    open_rig: OpenRig, power: Callable[..., StoreConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
     rig = open_rig(power(), clock=clock)
@@ -380,7 +378,7 @@ def test_a_volume_takes_no_page_after_a_failed_sync_until_it_is_opened_anew(
 
 
 def test_a_store_does_not_open_on_what_it_cannot_make_durable(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig], directories: Directories
+    open_rig: OpenRig, power: Callable[..., StoreConfig], directories: Directories
 ) -> None:
     rig = open_rig(directories.config(shared=0))
     rig.save(chain(0, 2))
@@ -397,7 +395,7 @@ def test_a_store_does_not_open_on_what_it_cannot_make_durable(
 
 
 def test_a_cancelled_save_leaves_nothing_unsettled(
-    open_rig: Callable[..., Rig], power: Callable[..., StoreConfig]
+    open_rig: OpenRig, power: Callable[..., StoreConfig]
 ) -> None:
     rig = open_rig(power())
     with inject("mover.after_copy", "pause", nth=2):

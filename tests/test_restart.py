@@ -28,10 +28,9 @@ from stepwell.store import PageStore
 from stepwell.tiers import volume_tier
 from stepwell.tiers.directory import Machine
 from stepwell.tiers.volume_files import header_checksum
-from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain
+from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
 HERE = Path(__file__).parent
-OpenRig = Callable[..., Rig]
 
 
 @pytest.fixture

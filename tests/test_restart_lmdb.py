@@ -15,9 +15,7 @@ from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.tiers import disk, lmdb_index
 from stepwell.tiers.disk import DiskVolumes
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain
-
-OpenRig = Callable[..., Rig]
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
 
 def disk_of(rig: Rig) -> DiskVolumes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -15,9 +14,8 @@ from stepwell.index import Residency, Tier
 from stepwell.tiers import volume_tier, volumes
 from stepwell.tiers.locks import NotTaken, try_lock
 from stepwell.tiers.volume_tier import VolumeTier
-from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain
+from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
-OpenRig = Callable[..., Rig]
 PAGES = 8
 
 

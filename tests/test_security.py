@@ -24,7 +24,7 @@ from stepwell.store import PageStore
 from stepwell.tiers import locks
 from stepwell.tiers.lmdb_index import VolumeIndex
 from stepwell.tiers.volume_files import header_checksum, open_ours
-from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, chain
+from store_kit import GEOMETRY, VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
 SOURCES = {
     path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(Path(stepwell.__file__).parent.rglob("*.py"))
@@ -82,7 +82,7 @@ def as_another_user(act: Callable[[], str]) -> str:
 
 
 def test_nobody_else_may_read_what_a_store_makes_whatever_the_umask(
-    directories: Directories, open_rig: Callable[..., Rig]
+    directories: Directories, open_rig: OpenRig
 ) -> None:
     with umask(0):
         rig = open_rig(**SIZES)
@@ -100,7 +100,7 @@ def test_nobody_else_may_read_what_a_store_makes_whatever_the_umask(
 
 @as_root
 def test_another_user_can_neither_list_nor_read_nor_use_a_directory(
-    directories: Directories, open_rig: Callable[..., Rig]
+    directories: Directories, open_rig: OpenRig
 ) -> None:
     rig = open_rig(shared=2 * VOLUME_BYTES, disk=0)
     serve(rig)
@@ -121,7 +121,7 @@ def test_another_user_can_neither_list_nor_read_nor_use_a_directory(
 @as_root
 @pytest.mark.parametrize("name", [f"v-{ID}.vol", f"v-{ID}.lock", f"p-{ID}.proc", f"p-{ID}.lock"])
 def test_a_file_of_another_user_is_left_alone(
-    directories: Directories, open_rig: Callable[..., Rig], name: str
+    directories: Directories, open_rig: OpenRig, name: str
 ) -> None:
     """Even by root, who could open it."""
     directories.shared.mkdir(0o700)
@@ -138,7 +138,7 @@ def test_a_file_of_another_user_is_left_alone(
 
 
 def test_a_directory_that_became_anothers_to_write_is_refused_to_whoever_opens_it_then(
-    directories: Directories, open_rig: Callable[..., Rig]
+    directories: Directories, open_rig: OpenRig
 ) -> None:
     rig = open_rig(shared=2 * VOLUME_BYTES, disk=0)
     serve(rig)
@@ -158,7 +158,7 @@ def names_of(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "link to a directory"])
-def test_what_a_link_leads_to_is_not_touched(directories: Directories, open_rig: Callable[..., Rig], kind: str) -> None:
+def test_what_a_link_leads_to_is_not_touched(directories: Directories, open_rig: OpenRig, kind: str) -> None:
     """Under every name of the protocol, before stores open, serve and close there."""
     precious: list[Path] = []
     for root in (directories.shared, directories.disk):
@@ -188,7 +188,7 @@ def test_what_a_link_leads_to_is_not_touched(directories: Directories, open_rig:
 
 
 @pytest.mark.timeout(60)
-def test_a_fifo_keeps_nobody_waiting(directories: Directories, open_rig: Callable[..., Rig]) -> None:
+def test_a_fifo_keeps_nobody_waiting(directories: Directories, open_rig: OpenRig) -> None:
     for root in (directories.shared, directories.disk):
         root.mkdir(0o700)
         for name in names_of(root):
@@ -217,7 +217,7 @@ def test_a_directory_lock_that_cannot_be_one_is_an_error_that_names_it(directori
 
 
 def test_no_program_that_is_started_has_a_descriptor_of_a_store(
-    directories: Directories, open_rig: Callable[..., Rig]
+    directories: Directories, open_rig: OpenRig
 ) -> None:
     rig = open_rig(**SIZES)
     serve(rig)
@@ -234,7 +234,7 @@ def test_no_program_that_is_started_has_a_descriptor_of_a_store(
 # ---- what files say --------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_a_header_names_cost_no_memory(directories: Directories, open_rig: Callable[..., Rig]) -> None:
+def test_sizes_that_a_header_names_cost_no_memory(directories: Directories, open_rig: OpenRig) -> None:
     """A sparse file with a whole, right header of 2^24 slots in 2^43 bytes is given up: not read, not allocated for."""
     rig = open_rig(shared=2 * VOLUME_BYTES, disk=0)
     rig.close()

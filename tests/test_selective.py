@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,9 +16,7 @@ from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.seen import Seen
 from stepwell.testing.faults import inject
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, chain, stamps
-
-OpenRig = Callable[..., Rig]
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain, stamps
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import pytest
 
 from fork_child import CHILDREN, config_of, held, serve
 from stepwell.tiers.volume_tier import VolumeTier
-from store_kit import Directories, Rig, chain
+from store_kit import Directories, OpenRig, chain
 
-OpenRig = Callable[..., Rig]
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 

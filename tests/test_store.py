@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,14 +21,13 @@ from store_kit import (
     PAGE_TOKENS,
     VOLUME_BYTES,
     Directories,
+    OpenRig,
     Rig,
     assert_unpinned,
     assert_whole,
     chain,
     stamps,
 )
-
-OpenRig = Callable[..., Rig]
 
 HOST_BYTES = 64 * 4096  # 64 slots: a slot of the slab is 4 KiB
 ONE_VOLUME = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}

@@ -32,12 +32,18 @@ from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.testing.faults import inject
 from stepwell.tiers import entry
-from store_kit import GEOMETRY, PAGE_BYTES, PAGE_TOKENS, VOLUME_BYTES, Directories, Rig, assert_whole, chain
-
-OpenRig = Callable[..., Rig]
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
-SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
-
+from store_kit import (
+    BOTH,
+    GEOMETRY,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    SHARED_ONLY,
+    VOLUME_BYTES,
+    Directories,
+    OpenRig,
+    assert_whole,
+    chain,
+)
 
 # Tokens
 

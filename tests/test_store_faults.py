@@ -21,10 +21,14 @@ from stepwell.health import MOST_PROBE_SECONDS
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each, inject, resume, wait_paused
 from store_kit import (
+    BOTH,
+    DISK_ONLY,
     PAGE_BYTES,
     PAGE_TOKENS,
+    SHARED_ONLY,
     VOLUME_BYTES,
     Directories,
+    OpenRig,
     Rig,
     assert_unpinned,
     assert_whole,
@@ -32,10 +36,6 @@ from store_kit import (
     stamps,
 )
 
-OpenRig = Callable[..., Rig]
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
-SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
-DISK_ONLY = {"shared": 0, "disk": VOLUME_BYTES}
 ERRORS = pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -13,11 +11,18 @@ from stepwell.hashing import prefix_hashes
 from stepwell.index import Residency, Tier
 from stepwell.mover import SaveOutcome
 from stepwell.testing.faults import inject, wait_paused
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Rig, assert_unpinned, chain, stamps, stamps_of
+from store_kit import (
+    BOTH,
+    PAGE_TOKENS,
+    SHARED_ONLY,
+    OpenRig,
+    Rig,
+    assert_unpinned,
+    chain,
+    stamps,
+    stamps_of,
+)
 
-OpenRig = Callable[..., Rig]
-SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
 STORED, PRESENT, REFUSED = (int(o) for o in (SaveOutcome.STORED, SaveOutcome.PRESENT, SaveOutcome.REFUSED))
 
 

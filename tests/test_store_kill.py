@@ -8,13 +8,13 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from store_child import CHAINS, MOST_PAGES, kill_config
-from store_kit import Directories, Rig, chain
+from store_kit import Directories, OpenRig, chain
 
 HERE = Path(__file__).parent
 KILLS_A_DIRECTORY = 10
@@ -82,7 +82,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.mark.parametrize("world", range(10))
 def test_after_a_kill_every_hit_is_right_and_what_was_acknowledged_is_found(
-    directories: Directories, zygote: Zygote, open_rig: Callable[..., Rig], world: int
+    directories: Directories, zygote: Zygote, open_rig: OpenRig, world: int
 ) -> None:
     """10 kills in each of 10 directories, at instants that follow from the seed and from how the two processes run."""
     rng = random.Random(world)

@@ -7,7 +7,7 @@ import random
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,9 @@ from stepwell.tiers.directory import HeldVolume
 from stepwell.tiers.process_file import FILE_BYTES, RING_ENTRIES, RING_OFFSET
 from stepwell.tiers.volume_tier import VolumeTier
 from stepwell.tiers.volumes import TierDirectory
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Rig, chain
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, OpenRig, Rig, chain
 
 Pair = tuple[TierDirectory, TierDirectory, bytes]
-OpenRig = Callable[..., Rig]
 
 
 @pytest.fixture

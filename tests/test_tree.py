@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -11,9 +9,7 @@ import stepwell as sw
 from stepwell import _core
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
-from store_kit import PAGE_TOKENS, Rig, chain
-
-OpenRig = Callable[..., Rig]
+from store_kit import PAGE_TOKENS, OpenRig, chain
 
 
 def together(*parts: np.ndarray) -> np.ndarray:

@@ -9,14 +9,13 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stepwell import _core
 from stepwell.index import Tier
-from store_kit import VOLUME_BYTES, Rig, chain
+from store_kit import VOLUME_BYTES, OpenRig, chain
 
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent / "pyproject.toml"
@@ -68,7 +67,7 @@ def test_the_command_answers() -> None:
     assert said.stdout.startswith("usage: stepwell")
 
 
-def test_pages_come_back_right_from_each_tier_and_after_a_restart(open_rig: Callable[..., Rig]) -> None:
+def test_pages_come_back_right_from_each_tier_and_after_a_restart(open_rig: OpenRig) -> None:
     tokens = chain(1, 12)
     with_host = open_rig(host=16 * 4096, shared=0, disk=0)  # a slot of the slab has 4 KiB
     with_host.save(tokens)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,11 +21,20 @@ from stepwell.health import MOST_PROBE_SECONDS
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, resume, wait_paused
 from stepwell.tiers.volume_tier import VolumeTier
-from store_kit import GEOMETRY, PAGE_BYTES, VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
+from store_kit import (
+    GEOMETRY,
+    PAGE_BYTES,
+    VOLUME_BYTES,
+    Directories,
+    OpenRig,
+    Rig,
+    assert_unpinned,
+    assert_whole,
+    chain,
+)
 from test_degrade import flip, look_until_stuck, state
 from test_store_faults import run_script
 
-OpenRig = Callable[..., Rig]
 MANY = 24
 
 
@@ -83,7 +91,7 @@ def power(directories: Directories) -> StoreConfig:
 
 @pytest.mark.parametrize("volumes", [1, 3])
 def test_a_durable_tier_that_a_failed_sync_took_out_comes_back_by_itself(
-    open_rig: Callable[..., Rig], directories: Directories, volumes: int
+    open_rig: OpenRig, directories: Directories, volumes: int
 ) -> None:
     clock = ManualClock()
     rig = Rig(power(directories), clock=clock)

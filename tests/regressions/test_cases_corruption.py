@@ -17,11 +17,9 @@ from sequence_kit import PAGE_TOKENS, StampEngine, evict_all, prompt
 from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
 from stepwell.testing.faults import inject
-from store_kit import PAGE_BYTES, VOLUME_BYTES, Directories, Rig, chain, stamps
+from store_kit import DISK_ONLY, PAGE_BYTES, VOLUME_BYTES, Directories, OpenRig, chain, stamps
 
-OpenRig = Callable[..., Rig]
 MakeEngine = Callable[..., StampEngine]
-DISK_ONLY = {"shared": 0, "disk": VOLUME_BYTES}
 
 
 def read_of(page: int) -> int:

@@ -20,9 +20,8 @@ from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
 from stepwell.mover import Transfer
 from stepwell.testing.faults import inject, reached, wait_paused
-from store_kit import VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
+from store_kit import VOLUME_BYTES, Directories, OpenRig, assert_unpinned, assert_whole, chain
 
-OpenRig = Callable[..., Rig]
 MakeEngine = Callable[..., StampEngine]
 
 

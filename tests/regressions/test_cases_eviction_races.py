@@ -15,11 +15,9 @@ from sequence_kit import stamps as device_stamps
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, resume, wait_paused
-from store_kit import VOLUME_BYTES, Directories, Rig, assert_whole, chain, stamps
+from store_kit import SHARED_ONLY, VOLUME_BYTES, Directories, OpenRig, assert_whole, chain, stamps
 
-OpenRig = Callable[..., Rig]
 MakeEngine = Callable[..., StampEngine]
-SHARED_ONLY = {"shared": VOLUME_BYTES, "disk": 0}
 
 
 def test_slots_that_a_load_is_on_its_way_to_are_freed_by_nobody(make_engine: MakeEngine) -> None:

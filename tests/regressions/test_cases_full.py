@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.errors import BudgetError
 from stepwell.index import Tier
 from stepwell.store import PageStore
-from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, assert_whole, chain
-
-OpenRig = Callable[..., Rig]
+from store_kit import GEOMETRY, VOLUME_BYTES, Directories, OpenRig, assert_whole, chain
 
 FILLER = """
 rig = Rig(StoreConfig(geometry=GEOMETRY, disk=DiskTier(6 << 20, {path!r}, volume_bytes=1 << 20)), keeper=True)

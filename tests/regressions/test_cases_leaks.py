@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 from case_kit import Box, bytes_of_volumes, config_of, tokens_of
@@ -12,9 +11,7 @@ from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
 from stepwell.mover import Transfer
 from stepwell.testing.faults import inject, wait_paused
-from store_kit import VOLUME_BYTES, Directories, Rig, chain
-
-OpenRig = Callable[..., Rig]
+from store_kit import VOLUME_BYTES, Directories, OpenRig, chain
 
 
 def resident_bytes() -> int:

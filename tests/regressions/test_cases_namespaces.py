@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from case_kit import Box, config_of, tokens_of
 from stepwell.hashing import Namespace, namespace_seed, prefix_hashes
 from stepwell.index import Tier
-from store_kit import VOLUME_BYTES, Directories, Rig, stamps_of
+from store_kit import VOLUME_BYTES, Directories, OpenRig, stamps_of
 
-OpenRig = Callable[..., Rig]
 IMAGES = 1 << 15
 
 

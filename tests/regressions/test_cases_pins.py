@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,10 +12,7 @@ from case_kit import Box, config_of, tokens_of
 from stepwell.errors import LeaseClosedError
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, wait_paused
-from store_kit import VOLUME_BYTES, Directories, Rig, assert_unpinned, assert_whole, chain
-
-OpenRig = Callable[..., Rig]
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
+from store_kit import BOTH, Directories, OpenRig, assert_unpinned, assert_whole, chain
 
 
 def test_what_was_looked_up_and_never_loaded_is_not_pinned(directories: Directories) -> None:

@@ -17,11 +17,9 @@ from sequence_kit import StampEngine, evict_all, prompt
 from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.errors import ForkedError, StepwellError
 from stepwell.index import Tier
-from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, chain
+from store_kit import BOTH, GEOMETRY, VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
-OpenRig = Callable[..., Rig]
 MakeEngine = Callable[..., StampEngine]
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
 
 
 def _ends() -> None:

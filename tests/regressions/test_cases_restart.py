@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from case_kit import bytes_of_volumes, run_child
 from stepwell.index import Tier
-from store_kit import PAGE_BYTES, VOLUME_BYTES, Directories, Rig, assert_whole, chain
-
-OpenRig = Callable[..., Rig]
-DISK_ONLY = {"shared": 0, "disk": VOLUME_BYTES}
+from store_kit import DISK_ONLY, PAGE_BYTES, VOLUME_BYTES, Directories, OpenRig, assert_whole, chain
 
 
 @pytest.mark.parametrize("tier", ["shared", "disk"])

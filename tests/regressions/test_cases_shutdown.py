@@ -17,11 +17,9 @@ from sequence_kit import StampEngine, evict_all, prompt
 from stepwell.index import Tier
 from stepwell.mover import Inbox
 from stepwell.testing.faults import fail_each, inject, reached, resume, wait_paused
-from store_kit import VOLUME_BYTES, Directories, Rig, chain, stamps
+from store_kit import BOTH, VOLUME_BYTES, Directories, OpenRig, Rig, chain, stamps
 
-OpenRig = Callable[..., Rig]
 MakeEngine = Callable[..., StampEngine]
-BOTH = {"shared": VOLUME_BYTES, "disk": VOLUME_BYTES}
 
 
 def test_a_load_without_staging_memory_ends_and_does_not_spin(make_engine: MakeEngine) -> None:

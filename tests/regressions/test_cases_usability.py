@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -24,9 +23,7 @@ from stepwell.index import Tier
 from stepwell.settings import from_mapping
 from stepwell.store import PageStore
 from stepwell.tiers import volumes
-from store_kit import GEOMETRY, Directories, Rig
-
-OpenRig = Callable[..., Rig]
+from store_kit import GEOMETRY, Directories
 
 
 @needs_root

@@ -17,9 +17,8 @@ import pytest
 
 from stepwell.clock import ManualClock
 from stepwell.index import Tier
-from store_kit import Directories, Rig, chain
+from store_kit import Directories, OpenRig, chain
 
-OpenRig = Callable[..., Rig]
 TIERS = pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.mover import SaveOutcome
-from store_kit import PAGE_TOKENS, Rig, chain, stamps
+from store_kit import PAGE_TOKENS, OpenRig, Rig, chain, stamps
 
 
 class Turned:
@@ -44,7 +44,7 @@ class Turned:
         return turned
 
 
-def test_a_match_within_a_change_of_epoch_is_not_served_after_it(open_rig: Callable[..., Rig]) -> None:
+def test_a_match_within_a_change_of_epoch_is_not_served_after_it(open_rig: OpenRig) -> None:
     rig = open_rig(disk=0, epoch=1)
     tokens = chain(1, 8)
     rig.save(tokens)
@@ -58,7 +58,7 @@ def test_a_match_within_a_change_of_epoch_is_not_served_after_it(open_rig: Calla
 
 
 def test_pages_of_a_save_that_began_before_a_change_of_epoch_are_not_found_after_it(
-    open_rig: Callable[..., Rig],
+    open_rig: OpenRig,
 ) -> None:
     rig = open_rig(disk=0, epoch=1)
     tokens = chain(1, 8)
@@ -72,7 +72,7 @@ def test_pages_of_a_save_that_began_before_a_change_of_epoch_are_not_found_after
         rig.store.set_epoch(1)
 
 
-def test_keys_saved_before_a_change_of_epoch_are_not_found_after_it(open_rig: Callable[..., Rig]) -> None:
+def test_keys_saved_before_a_change_of_epoch_are_not_found_after_it(open_rig: OpenRig) -> None:
     rig = open_rig(disk=0, epoch=1)
     tokens = chain(1, 8)
     keys = prefix_hashes(tokens, page_tokens=PAGE_TOKENS)
@@ -83,7 +83,7 @@ def test_keys_saved_before_a_change_of_epoch_are_not_found_after_it(open_rig: Ca
     assert rig.store.probe(keys, lease=0).run == 0
 
 
-def test_keys_found_before_a_change_of_epoch_are_not_loaded_after_it(open_rig: Callable[..., Rig]) -> None:
+def test_keys_found_before_a_change_of_epoch_are_not_loaded_after_it(open_rig: OpenRig) -> None:
     rig = open_rig(disk=0, epoch=1)
     tokens = chain(1, 8)
     rig.save(tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable
 
 import pytest
 
@@ -12,12 +11,12 @@ from stepwell.clock import ManualClock
 from stepwell.errors import StepwellError
 from stepwell.index import Tier
 from stepwell.testing.faults import fail_each
-from store_kit import VOLUME_BYTES, Directories, Rig, assert_whole, chain
+from store_kit import VOLUME_BYTES, Directories, OpenRig, assert_whole, chain
 
 
 @pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
 def test_a_tier_that_failed_to_take_an_orphan_takes_it_in_the_next_round(
-    directories: Directories, open_rig: Callable[..., Rig], tier: Tier
+    directories: Directories, open_rig: OpenRig, tier: Tier
 ) -> None:
     for fault in fail_each("file.pread", errno.EIO):
         here = Directories(

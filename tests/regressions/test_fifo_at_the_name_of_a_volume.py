@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stepwell.index import Tier
-from store_kit import VOLUME_BYTES, Directories, Rig, chain
+from store_kit import VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
 
 def stamps_of(rig: Rig) -> dict[str, int]:
@@ -41,7 +40,7 @@ def in_its_place(kind: str, path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["fifo", "short", "directory", "second name"])
 def test_another_file_at_the_name_of_a_volume_costs_what_is_beside_that_volume(
-    directories: Directories, open_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture, kind: str
+    directories: Directories, open_rig: OpenRig, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     rig = open_rig(slots=12, shared=0, disk=4 * VOLUME_BYTES)
     number = 0

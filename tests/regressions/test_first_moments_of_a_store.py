@@ -7,7 +7,6 @@ warned that it had no volume, and of settings to change, a moment before a neigh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ import pytest
 from stepwell.clock import ManualClock
 from stepwell.tiers.neighbours import Neighbours
 from stepwell.tiers.volume_tier import EMPTY_SECONDS
-from store_kit import VOLUME_BYTES, Rig, chain
+from store_kit import VOLUME_BYTES, OpenRig, chain
 
-OpenRig = Callable[..., Rig]
 MEDIA = pytest.mark.parametrize("sizes", [{"disk": 0}, {"shared": 0}], ids=["shared", "disk"])
 
 

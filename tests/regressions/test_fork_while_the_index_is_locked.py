@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from stepwell.errors import ForkedError
-from store_kit import Rig, chain
+from store_kit import OpenRig, Rig, chain
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def exit_code_of_child(call: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_forked_child_drops_a_match_whatever_the_parent_was_doing(open_rig: Callable[..., Rig]) -> None:
+def test_a_forked_child_drops_a_match_whatever_the_parent_was_doing(open_rig: OpenRig) -> None:
     rig = open_rig(disk=0, shared=1 << 20)
     tokens = chain(1, 200)
     rig.save(tokens)
@@ -66,7 +66,7 @@ def test_a_forked_child_drops_a_match_whatever_the_parent_was_doing(open_rig: Ca
     assert set(codes) == {0}
 
 
-def test_in_a_forked_child_a_pin_has_ended_whatever_the_parent_was_doing(open_rig: Callable[..., Rig]) -> None:
+def test_in_a_forked_child_a_pin_has_ended_whatever_the_parent_was_doing(open_rig: OpenRig) -> None:
     rig = open_rig(disk=0, shared=1 << 20, pin_fraction=0.9)
     tokens = chain(1, 100)
     rig.save(tokens)

@@ -18,7 +18,7 @@ import pytest
 from stepwell.hashing import prefix_hashes
 from stepwell.mover import Transfer
 from stepwell.testing import faults
-from store_kit import PAGE_TOKENS, Rig, assert_unpinned, chain
+from store_kit import PAGE_TOKENS, OpenRig, assert_unpinned, chain
 
 
 def interrupted_at(point: str, call: Callable[[], object]) -> None:
@@ -38,7 +38,7 @@ def interrupted_at(point: str, call: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_an_interrupted_verify_pins_nothing(open_rig: Callable[..., Rig]) -> None:
+def test_an_interrupted_verify_pins_nothing(open_rig: OpenRig) -> None:
     rig = open_rig(shared=0)
     rig.save(chain(1, 8))
     with faults.inject("file.pread", "pause"):
@@ -48,7 +48,7 @@ def test_an_interrupted_verify_pins_nothing(open_rig: Callable[..., Rig]) -> Non
     assert rig.store.clear() == 8
 
 
-def test_nothing_lands_after_an_interrupted_load_of_keys(open_rig: Callable[..., Rig]) -> None:
+def test_nothing_lands_after_an_interrupted_load_of_keys(open_rig: OpenRig) -> None:
     rig = open_rig(shared=0)
     tokens = chain(1, 8)
     rig.save(tokens)
@@ -60,7 +60,7 @@ def test_nothing_lands_after_an_interrupted_load_of_keys(open_rig: Callable[...,
     assert (rig.rows == 0x11).all()
 
 
-def test_nothing_of_a_later_source_is_saved_by_an_interrupted_save_of_keys(open_rig: Callable[..., Rig]) -> None:
+def test_nothing_of_a_later_source_is_saved_by_an_interrupted_save_of_keys(open_rig: OpenRig) -> None:
     rig = open_rig(shared=0)
     keys = prefix_hashes(chain(1, 8), page_tokens=PAGE_TOKENS)
     rig.rows[:] = 0x22

@@ -3,8 +3,6 @@ second one's pin, which it never had, poisoned the store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import numpy as np
 import pytest
@@ -12,9 +10,8 @@ import pytest
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.mover import SaveOutcome
-from store_kit import PAGE_TOKENS, Directories, Rig, chain, stamps_of
+from store_kit import PAGE_TOKENS, Directories, OpenRig, Rig, chain, stamps_of
 
-OpenRig = Callable[..., Rig]
 KEYS = prefix_hashes(chain(1, 4), page_tokens=PAGE_TOKENS)[[0, 1, 1, 2, 0, 3, 3]]
 
 

@@ -21,9 +21,8 @@ import stepwell as sw
 from sequence_kit import prompt
 from stepwell.clock import ManualClock
 from stepwell.testing.faults import inject
-from store_kit import PAGE_TOKENS, Rig, assert_unpinned, assert_whole, chain
+from store_kit import PAGE_TOKENS, OpenRig, assert_unpinned, assert_whole, chain
 
-OpenRig = Callable[..., Rig]
 NO_SECONDS = [Decimal(1), "1", float("nan"), 1j]
 
 

@@ -21,9 +21,8 @@ from stepwell.index import Tier
 from stepwell.mover import Transfer
 from stepwell.testing import faults
 from stepwell.tiers.volumes import TierDirectory
-from store_kit import Directories, Rig, chain, stamps
+from store_kit import Directories, OpenRig, Rig, chain, stamps
 
-OpenRig = Callable[..., Rig]
 TIERS = pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
 
 

@@ -7,13 +7,10 @@ of them. The neighbour got none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from stepwell.clock import ManualClock
 from stepwell.index import Tier
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Rig, chain
+from store_kit import PAGE_TOKENS, VOLUME_BYTES, OpenRig, chain
 
-OpenRig = Callable[..., Rig]
 PAGES = 8
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -19,9 +18,8 @@ from stepwell.index import Tier
 from stepwell.tiers import disk
 from stepwell.tiers.disk import DiskVolumes
 from stepwell.tiers.lmdb_index import VolumeIndex
-from store_kit import VOLUME_BYTES, Directories, Rig, chain
+from store_kit import VOLUME_BYTES, Directories, OpenRig, Rig, chain
 
-OpenRig = Callable[..., Rig]
 HANGS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
 
 

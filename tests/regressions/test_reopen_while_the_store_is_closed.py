@@ -3,19 +3,18 @@ volumes stayed locked for as long as the process lived."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 
 from stepwell.errors import StoreClosedError
 from stepwell.index import Tier
-from store_kit import Directories, Rig, chain
+from store_kit import Directories, OpenRig, chain
 
 
 @pytest.mark.parametrize("tier", [Tier.SHARED, Tier.DISK])
 def test_a_reopen_that_waits_while_the_store_is_closed_changes_nothing(
-    open_rig: Callable[..., Rig], directories: Directories, monkeypatch: pytest.MonkeyPatch, tier: Tier
+    open_rig: OpenRig, directories: Directories, monkeypatch: pytest.MonkeyPatch, tier: Tier
 ) -> None:
     rig = open_rig()
     rig.save(chain(1, 3))
@@ -35,7 +34,7 @@ def test_a_reopen_that_waits_while_the_store_is_closed_changes_nothing(
 
 
 def test_a_round_that_waits_while_the_store_is_closed_does_nothing(
-    open_rig: Callable[..., Rig], directories: Directories
+    open_rig: OpenRig, directories: Directories
 ) -> None:
     rig = open_rig()
     rig.save(chain(1, 3))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepwell.tiers.volume_tier import VolumeTier
-from store_kit import VOLUME_BYTES, Directories, Rig, chain
+from store_kit import VOLUME_BYTES, Directories, OpenRig, chain
 
 
 def break_lock(directories: Directories) -> None:
@@ -26,7 +26,7 @@ def remove_directory(directories: Directories) -> None:
 @pytest.mark.parametrize("harm", [break_lock, remove_directory])
 def test_a_save_asks_once_for_room_that_cannot_be_had(
     directories: Directories,
-    open_rig: Callable[..., Rig],
+    open_rig: OpenRig,
     monkeypatch: pytest.MonkeyPatch,
     harm: Callable[[Directories], None],
 ) -> None:

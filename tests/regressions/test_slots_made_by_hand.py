@@ -4,18 +4,16 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from stepwell import PoolSlice
 from stepwell.errors import StepwellUsageError
-from store_kit import Rig, chain
+from store_kit import OpenRig, chain
 
 
 @pytest.mark.parametrize("slot", [-1, 256, 2**32 + 1])
-def test_a_slot_outside_the_pool_is_refused(open_rig: Callable[..., Rig], slot: int) -> None:
+def test_a_slot_outside_the_pool_is_refused(open_rig: OpenRig, slot: int) -> None:
     rig = open_rig(disk=0)
     tokens = chain(1, 1)
     beyond = PoolSlice(rig.pool, np.array([slot]))

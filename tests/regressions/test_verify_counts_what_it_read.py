@@ -9,7 +9,7 @@ from typing import Any
 from stepwell.errors import StoreClosedError
 from stepwell.store import VerifyResult
 from stepwell.testing import faults
-from store_kit import Directories, Rig, chain
+from store_kit import Directories, OpenRig, Rig, chain
 
 
 def while_verifying(rig: Rig, do: Callable[[], Any]) -> VerifyResult | type[BaseException]:
@@ -31,7 +31,7 @@ def while_verifying(rig: Rig, do: Callable[[], Any]) -> VerifyResult | type[Base
     return said[0]
 
 
-def test_pages_cancelled_by_a_change_of_epoch_are_not_damaged(open_rig: Callable[..., Rig]) -> None:
+def test_pages_cancelled_by_a_change_of_epoch_are_not_damaged(open_rig: OpenRig) -> None:
     rig = open_rig(shared=0, epoch=1)
     rig.save(chain(1, 8))
     said = while_verifying(rig, lambda: rig.store.set_epoch(2))

@@ -4,13 +4,12 @@ again and kept it, and nobody looked for another. Now nothing comes in between: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from stepwell.index import Tier
-from store_kit import Rig, chain
+from store_kit import OpenRig, Rig, chain
 
 
 class WantedAgain:
@@ -34,7 +33,7 @@ class WantedAgain:
 
 
 def test_a_match_of_the_pages_that_leave_does_not_refuse_a_save(
-    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = open_rig(host=16 * 4096, shared=0, disk=0)  # slots are aligned to 4 KiB
     rig.save(chain(0, 8))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 from stepwell.clock import ManualClock
 from stepwell.config import SharedTier, StoreConfig
 from stepwell.store import PageStore
-from store_kit import GEOMETRY, VOLUME_BYTES, Directories, Rig, chain
+from store_kit import GEOMETRY, VOLUME_BYTES, Directories, OpenRig, chain
 from volume_kit import sealed
 
 
@@ -63,7 +62,7 @@ def test_a_store_opens_beside_a_volume_of_hostile_sizes(directories: Directories
 
 
 def test_a_volume_beyond_mending_does_not_keep_others_from_being_given_back(
-    directories: Directories, open_rig: Callable[..., Rig]
+    directories: Directories, open_rig: OpenRig
 ) -> None:
     clock = ManualClock()
     sizes: dict[str, Any] = {"disk": 0, "shared": 3 * VOLUME_BYTES, "clock": clock}

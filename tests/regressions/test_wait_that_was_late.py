@@ -5,7 +5,6 @@ The transfer ended between the core's wait and the look at the deadline; and not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ import pytest
 from stepwell.errors import StepwellUsageError
 from stepwell.hashing import prefix_hashes
 from stepwell.testing import faults
-from store_kit import PAGE_TOKENS, Rig, chain
+from store_kit import PAGE_TOKENS, OpenRig, chain
 
 
-def test_a_transfer_that_ends_as_its_deadline_is_looked_at_is_done(open_rig: Callable[..., Rig]) -> None:
+def test_a_transfer_that_ends_as_its_deadline_is_looked_at_is_done(open_rig: OpenRig) -> None:
     rig = open_rig(shared=0)
     tokens = chain(1, 8)
     rig.save(tokens)
@@ -39,7 +38,7 @@ def test_a_transfer_that_ends_as_its_deadline_is_looked_at_is_done(open_rig: Cal
     assert transfer.wait()
 
 
-def test_a_deadline_that_is_no_number_is_refused(open_rig: Callable[..., Rig]) -> None:
+def test_a_deadline_that_is_no_number_is_refused(open_rig: OpenRig) -> None:
     rig = open_rig(shared=0)
     tokens = chain(1, 8)
     rig.save(tokens)
