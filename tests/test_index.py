@@ -10,7 +10,7 @@ import pytest
 
 from stepwell import _core
 from stepwell.index import Tier
-from stepwell.testing import model as m
+from stepwell.testing import index_model as m
 from stepwell.testing.index_model import prefix_hashes
 
 HOST, SHARED = 1, 2
