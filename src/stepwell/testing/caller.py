@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -266,6 +266,8 @@ class Caller:
         self.expected = (step, then)
         yield
         self.claimed()
+        if self.world.is_shared:  # a neighbour's pages are claimed as there is room to stage them, while others land
+            self.see(replace(step, lands=True, gives_up=True))
         self.poll()
 
     def claimed(self) -> None:

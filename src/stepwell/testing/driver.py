@@ -6,8 +6,10 @@ changes nothing, so that a run can be ended at any time and gone on with, and a 
 
 from __future__ import annotations
 
+import ast
 import itertools
 import random
+import shlex
 import shutil
 import tempfile
 import time
@@ -34,7 +36,12 @@ SIZES: Final = (
     (0, 1, 2),
 )
 """Host slots, shared volumes, disk volumes."""
-Steps = list[tuple[str, dict[str, Any]]]
+SHARED_PART: Final = 0.15
+SELECTIVE_PART: Final = 0.3
+SHRINK_SECONDS: Final = 120.0
+
+Step = tuple[str, dict[str, Any]]
+Steps = list[Step]
 
 
 class Failure(Exception):  # noqa: N818 a finding, not an error of the driver's
@@ -48,7 +55,7 @@ class Failure(Exception):  # noqa: N818 a finding, not an error of the driver's
 
 @dataclass
 class Totals:
-    """What a run has done so far."""
+    """What a run has done so far: steps that had something to do, and those that had not; what came of them."""
 
     steps: int = 0
     idle: int = 0
@@ -58,20 +65,57 @@ class Totals:
     counted: Counter[str] = field(default_factory=Counter)
 
 
-def shape_of(random_: random.Random) -> Shape:
-    """Draw the shape of a world: any subset of the tiers that something can be saved to."""
-    host, shared, disk = random_.choice(SIZES)
-    selective = bool(shared and disk and random_.random() < 0.3)
-    stores = 2 if shared + disk > 0 and random_.random() < 0.15 else 1
-    if stores == 2:
-        shared, disk = 2 * shared, 2 * disk
-    return Shape(random_.choice((0, 0, 0, 1, 2)), host, shared, disk, selective, stores)
+# ---- steps as text ---------------------------------------------------------------------------------------------------
+
+
+def show(step: Step) -> str:
+    """Return one step as a line of text: `save(who=0, path=(0, 2), space=1)`."""
+    name, arguments = step
+    return f"{name}({', '.join(f'{key}={_plain(value)!r}' for key, value in arguments.items())})"
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def read(text: str) -> Steps:
+    """Return the steps of a text: one a line, or parted by semicolons.
+
+    Raises:
+        ValueError: it is none, or a step that nobody knows.
+    """
+    steps: Steps = []
+    known = operations_of(Operations).keys() | {"begin"}
+    try:
+        body = ast.parse(text).body
+        for statement in body:
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
+                raise ValueError(f"{ast.unparse(statement)!r} is no step")
+            steps.append((call.func.id, {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}))
+    except SyntaxError as error:
+        raise ValueError(f"no steps: {error}") from error
+    for name, _ in steps:
+        if name not in known:
+            raise ValueError(f"{name} is no step; there are {', '.join(sorted(known))}")
+    if not steps or steps[0][0] != "begin":
+        raise ValueError("the first step has to be begin(...), which makes the world")
+    return steps
+
+
+def command(steps: Steps) -> str:
+    """Return the command that does steps again."""
+    return f"python -m stepwell.testing --replay {shlex.quote('; '.join(map(show, steps)))}"
+
+
+# ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def world(shape: Shape, seed: int) -> Iterator[World]:
     """Make a world in directories of its own."""
-    directory = Path(tempfile.mkdtemp(prefix="sw-test-", dir="/dev/shm"))
+    memory = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="sw-test-", dir=memory if memory.is_dir() else None))
     made = None
     try:
         made = World(shape, seed=seed, directory=directory)
@@ -82,24 +126,36 @@ def world(shape: Shape, seed: int) -> Iterator[World]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def draw(random_: random.Random, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def shape_of(random_: random.Random) -> Shape:
+    """Draw the shape of a world: any subset of the tiers that something can be saved to."""
+    host, shared, disk = random_.choice(SIZES)
+    selective = bool(shared and disk and random_.random() < SELECTIVE_PART)
+    stores = 2 if shared + disk > 0 and random_.random() < SHARED_PART else 1
+    return Shape(random_.choice((0, 0, 0, 1, 2)), host, stores * shared, stores * disk, selective, stores)
+
+
+def draw(random_: random.Random, count: int) -> Iterator[Step]:
     """Draw steps."""
     operations = operations_of(Operations)
     names = list(operations)
     weights = list(itertools.accumulate(operations[each].weight for each in names))
     for chosen in random_.choices(names, cum_weights=weights, k=count):
-        each = operations[chosen]
-        yield chosen, {key: values[int(random_.random() * len(values))] for key, values in each.arguments.items()}
+        arguments = operations[chosen].arguments
+        yield chosen, {key: values[int(random_.random() * len(values))] for key, values in arguments.items()}
 
 
-def play(shape: Shape, seed: int, steps: Iterable[tuple[str, dict[str, Any]]], totals: Totals) -> None:
-    """Do steps in a new world, and check after each."""
+def play(shape: Shape, seed: int, steps: Iterable[Step], totals: Totals) -> None:
+    """Do steps in a new world, and check after each.
+
+    Raises: Failure.
+    """
     done: Steps = [("begin", {**asdict(shape), "seed": seed})]
-    with world(shape, seed) as it:
-        operations = Operations(it)
-        try:
-            for name, arguments in steps:
-                done.append((name, arguments))
+    try:
+        with world(shape, seed) as it:
+            operations = Operations(it)
+            for step in steps:
+                done.append(step)
+                name, arguments = step
                 if operations.do(name, arguments):
                     totals.steps += 1
                     totals.operations[name] += 1
@@ -108,39 +164,19 @@ def play(shape: Shape, seed: int, steps: Iterable[tuple[str, dict[str, Any]]], t
             operations.end()
             for caller in it.callers:
                 totals.counted.update(caller.counted)
-        except Exception as error:
-            raise Failure(done, error) from error
+    except Exception as error:
+        raise Failure(done, error) from error
     totals.episodes += 1
 
 
-def shrink(steps: Steps, kind: type[BaseException], *, seconds: float = 60.0) -> Steps:
-    """Leave out what a failure does not need: delta debugging over the steps after the first.
+def episode(seed: int, number: int, totals: Totals, *, steps: int = EPISODE_STEPS) -> None:
+    """Run one episode.
 
-    Source: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002).
+    Raises: Failure.
     """
-    until = time.monotonic() + seconds
-    first, rest = steps[0], steps[1:]
-
-    def fails(candidate: Steps) -> Steps | None:
-        try:
-            replay([first, *candidate])
-        except Failure as failure:
-            return failure.steps[1:] if isinstance(failure.cause, kind) else None
-        return None
-
-    parts = 2
-    while len(rest) >= 1 and time.monotonic() < until:
-        size = max(1, len(rest) // parts)
-        for at in range(0, len(rest), size):
-            shorter = fails(rest[:at] + rest[at + size :])
-            if shorter is not None:
-                rest, parts = shorter, max(parts - 1, 2)
-                break
-        else:
-            if size == 1:
-                break
-            parts = min(2 * parts, len(rest))
-    return [first, *rest]
+    random_ = random.Random(f"{seed}.{number}")
+    shape = shape_of(random_)
+    play(shape, random_.randrange(1 << 30), draw(random_, steps), totals)
 
 
 def replay(steps: Steps) -> None:
@@ -154,8 +190,47 @@ def replay(steps: Steps) -> None:
     play(Shape(**given), seed, rest, Totals())
 
 
-def episode(seed: int, number: int, totals: Totals, *, steps: int = EPISODE_STEPS) -> None:
-    """Run one episode."""
-    random_ = random.Random(f"{seed}.{number}")
-    shape = shape_of(random_)
-    play(shape, random_.randrange(1 << 30), draw(random_, steps), totals)
+# ---- shrinking -------------------------------------------------------------------------------------------------------
+
+
+def shrink(failure: Failure, *, seconds: float = SHRINK_SECONDS) -> Failure:
+    """Leave out steps that a failure does not need, as long as one of its kind remains.
+
+    Source: delta debugging; Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002).
+    """
+    until = time.monotonic() + seconds
+    kind = type(failure.cause)
+    begin = failure.steps[0]
+
+    def fails(rest: Steps) -> Failure | None:
+        try:
+            replay([begin, *rest])
+        except Failure as found:
+            return found if isinstance(found.cause, kind) else None
+        return None
+
+    best = failure
+    # The end is needed most often, and the beginning hardly ever: halves of it go first.
+    tail = len(best.steps) // 2
+    while tail > 0 and time.monotonic() < until:
+        found = fails(best.steps[1 + tail :])
+        if found is None:
+            tail //= 2
+        else:
+            best, tail = found, len(found.steps) // 2
+    parts = 2
+    while len(best.steps) > 1 and time.monotonic() < until:
+        rest = best.steps[1:]
+        size = max(1, len(rest) // parts)
+        for at in range(0, len(rest), size):
+            found = fails(rest[:at] + rest[at + size :])
+            if found is not None:
+                best, parts = found, max(parts - 1, 2)
+                break
+            if time.monotonic() >= until:
+                return best
+        else:
+            if size == 1:
+                return best
+            parts = min(2 * parts, len(rest))
+    return best

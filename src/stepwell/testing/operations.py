@@ -9,7 +9,6 @@ An operation returns whether there was anything to do.
 
 from __future__ import annotations
 
-import ast
 import errno
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -67,26 +66,6 @@ def operations_of(kind: type) -> dict[str, Operation]:
             weight, arguments = method.operation
             found[each] = Operation(each, weight, arguments, method)
     return found
-
-
-def show(name_: str, arguments: Mapping[str, Value]) -> str:
-    """Return one step as a line of text."""
-    return f"{name_}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
-
-def read(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the steps of a text: one a line, or parted by semicolons.
-
-    Raises:
-        ValueError: it is none.
-    """
-    steps = []
-    for statement in ast.parse(text).body:
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
-            raise ValueError(f"line {statement.lineno} is no step: {ast.unparse(statement)}")
-        steps.append((call.func.id, {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}))
-    return steps
 
 
 class Operations:

@@ -1,0 +1,185 @@
+"""The command: `python -m stepwell.testing --seed N --steps M`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from stepwell.testing.driver import EPISODE_STEPS, Failure, Totals, command, episode, read, replay, show, shrink
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="python -m stepwell.testing",
+        description="Do random operations on stores, each in a small world of its own, and hold each step to the model "
+        "of what stepwell promises (stepwell/testing/model.py). The same seed gives the same run. The exit code is 0 "
+        "only if nothing was found; a finding is shrunk, and printed with the command that does it again.",
+    )
+    made.add_argument("--seed", type=int, default=1, metavar="N", help="decides the run (default 1)")
+    made.add_argument("--steps", type=int, default=100_000, metavar="M", help="that have something to do, at least")
+    made.add_argument(
+        "--state", type=Path, metavar="FILE", help="go on with the run that FILE has, and write there how far it got"
+    )
+    made.add_argument("--seconds", type=float, metavar="S", help="end this slice after S seconds; for --state")
+    made.add_argument("--replay", metavar="STEPS", help="do these steps instead: as a finding prints them, or a file")
+    made.add_argument(
+        "--hypothesis", action="store_true", help="let hypothesis choose the steps: slower, and it shrinks further"
+    )
+    made.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return made
+
+
+class State:
+    """How far a run got, in a file: seed, and totals after a whole number of episodes."""
+
+    def __init__(self, path: Path | None, seed: int) -> None:
+        self._path = path
+        self.seed = seed
+        self.totals = Totals()
+        if path is not None and path.exists():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            known = json.loads(path.read_text())
+            if known["seed"] != self.seed:
+                raise SystemExit(f"{path} is of seed {known['seed']}, not {self.seed}: give another file, or that seed")
+            steps, idle, episodes, seconds = (known[key] for key in ("steps", "idle", "episodes", "seconds"))
+            operations, counted = (Counter(known[key]) for key in ("operations", "counted"))
+            self.totals = Totals(steps, idle, episodes, seconds, operations, counted)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"{path} is no state of a run: {error!r}; give another file") from error
+
+    def write(self) -> None:
+        """Put down how far it is."""
+        if self._path is not None:
+            fresh = self._path.with_name(self._path.name + ".new")
+            fresh.write_text(json.dumps(summary(self.seed, self.totals)))
+            fresh.replace(self._path)
+
+
+def summary(seed: int, totals: Totals) -> dict[str, Any]:
+    """Say what a run has done."""
+    return {
+        "seed": seed,
+        "steps": totals.steps,
+        "idle": totals.idle,
+        "episodes": totals.episodes,
+        "seconds": round(totals.seconds, 3),
+        "steps_per_second": round(totals.steps / totals.seconds) if totals.seconds else 0,
+        "operations": dict(totals.operations.most_common()),
+        "counted": dict(totals.counted),
+    }
+
+
+def say(failure: Failure, where: str) -> None:
+    """Print a finding, and the steps that lead to it."""
+    print(f"\n{where}: {failure}\n", file=sys.stderr)
+    print(f"shrinking {len(failure.steps) - 1} steps ...", file=sys.stderr)
+    small = shrink(failure)
+    for step in small.steps:
+        print(f"  {show(step)}", file=sys.stderr)
+    print(f"\n{small}\nagain: {command(small.steps)}", file=sys.stderr)
+
+
+def run(state: State, steps: int, seconds: float | None) -> bool:
+    """Run episodes until there are so many steps, or so many seconds have passed. Returns whether all is well.
+
+    Raises: KeyboardInterrupt: what was done until the episode before is in the state.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    until = None if seconds is None else time.monotonic() + seconds
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}/s"))
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
+        task = progress.add_task("", total=steps, completed=state.totals.steps, rate=0)
+        while state.totals.steps < steps and (until is None or time.monotonic() < until):
+            began, number, before = time.perf_counter(), state.totals.episodes, state.totals.steps
+            try:
+                episode(state.seed, number, state.totals)
+            except Failure as failure:
+                progress.stop()
+                say(failure, f"seed {state.seed}, episode {number}")
+                return False
+            spent = time.perf_counter() - began
+            state.totals.seconds += spent
+            rate = round((state.totals.steps - before) / spent)
+            progress.update(task, completed=state.totals.steps, rate=rate)
+            state.write()
+    return True
+
+
+def run_hypothesis(seed: int, steps: int) -> bool:
+    """Let hypothesis choose the steps. Returns whether all is well."""
+    from rich.progress import Progress
+
+    from stepwell.testing import machine
+
+    began = time.perf_counter()
+    with Progress(transient=True) as progress:
+        task = progress.add_task("steps", total=steps)
+        try:
+            done = machine.run(steps, first_seed=seed, told=lambda count: progress.update(task, completed=count))
+        except Exception:  # noqa: BLE001 whatever the store did: it is printed
+            progress.stop()
+            traceback.print_exc()
+            return False
+    spent = time.perf_counter() - began
+    print(f"{done.total()} steps of hypothesis, {done[True]} of them with something to do, in {spent:.0f} s")
+    return True
+
+
+def show_summary(state: State, *, as_json: bool) -> None:
+    """Print what was done."""
+    found = summary(state.seed, state.totals)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(
+        f"{found['steps']} steps in {found['episodes']} episodes of {EPISODE_STEPS}, {found['seconds']:.0f} s, "
+        f"{found['steps_per_second']} steps/s; each was held to the model, and to the bytes"
+    )
+    print("  " + ", ".join(f"{name} {count}" for name, count in found["operations"].items()))
+    print("  pages: " + ", ".join(f"{name} {count}" for name, count in found["counted"].items()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns its exit code: 0 nothing was found, 1 something, 2 misuse, 130 ended by ctrl-C."""
+    made = parser()
+    given = made.parse_args(arguments)
+    logging.disable(logging.ERROR)  # what the stores say of the failures that they are given
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    if given.replay is not None:
+        text = Path(given.replay).read_text() if "(" not in given.replay else given.replay
+        try:
+            replay(read(text))
+        except Failure as failure:
+            print(f"{failure}", file=sys.stderr)
+            return 1
+        print("nothing was found")
+        return 0
+    if given.hypothesis:
+        if given.state is not None or given.seconds is not None:
+            made.error("--hypothesis has no --state and no --seconds")
+        return 0 if run_hypothesis(given.seed, given.steps) else 1
+    state = State(given.state, given.seed)
+    try:
+        is_well = run(state, given.steps, given.seconds)
+    except KeyboardInterrupt:
+        show_summary(state, as_json=given.json)
+        return 130
+    show_summary(state, as_json=given.json)
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
