@@ -105,6 +105,7 @@ class Caller:
         self.pins: list[tuple[Pinned, list[bytes], float]] = []
         self.probed: list[tuple[float, tuple[bytes, ...]]] = []
         self.expected: tuple[Step, Callable[[], None]] | None = None
+        self.has_cancelled = False  # also what the store itself had begun
         self.begin_model()
         here = self.dump()
         if world.is_shared:
@@ -253,6 +254,7 @@ class Caller:
         has_run = self.store.mover.step()
         if not has_run:
             self.model.carried.clear()
+            self.has_cancelled = False
         return has_run
 
     @contextmanager
@@ -296,6 +298,7 @@ class Caller:
             self.world.is_failing
             or self.world.is_shared
             or self.model.has_damage
+            or self.has_cancelled
             or any(each.excused or each.doubtful for each in self.running)
         )
 
@@ -324,6 +327,7 @@ class Caller:
         each.doubtful.update(
             key for key, tier in zip(keys, tiers, strict=bool(tiers)) if self.model.states(key)[tier] != RESIDENT
         )
+        self.model.carried.update(each.doubtful)
         self.running.append(each)
         self.doubt()
         return each

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -123,12 +123,12 @@ class Operations:
 
     @contextmanager
     def pinned(self, it: Caller, keys: Sequence[bytes]) -> Iterator[None]:
-        """Have the model keep inside the `with` block what a save finds of its own chain, in each tier: making room for
-        the tail does not take the head."""
-        runs = [(tier, keys[: it.model.find(keys, [tier]).pages]) for tier in it.lasting]
+        """Have the model keep inside the `with` block what a save finds of its own chain, in all tiers together and in
+        each: making room for the tail does not take the head."""
+        runs = [it.model.find(keys, tiers) for tiers in (it.lasting, *([tier] for tier in it.lasting))]
         for change in (+1, -1):
-            for tier, run in runs:
-                it.model.pin(run, [tier] * len(run), change)
+            for found in runs:
+                it.model.pin(keys[: found.pages], found.tiers, change)
             if change == 1:
                 yield
 
@@ -443,11 +443,10 @@ class Operations:
         it, named = self.caller(who), prefix(path, space)
         model, keys = it.model, named.keys
         model.use_path(keys[: model.find(keys, it.usable).pages])
-        known = keys[: next((row for row, key in enumerate(keys) if key not in model.pages), len(keys))]
-        dropped = self.named_to_leave(it, known[keep:])
+        dropped = [key for key in keys[keep:] if key in model.pages and not model.pages[key].holds]
         before = {tier: self.resident(it, tier) for tier in it.tiers}
         count = it.store.forget(named.tokens, namespace=named.namespace, keep=keep * PAGE_TOKENS)
-        it.see(Step(named=dropped))
+        it.see(Step(named=dropped))  # also those behind a gap: a save of what is missing would bring them back
         self.check_gone(it, count, {tier: before[tier] - self.resident(it, tier) for tier in it.tiers})
         for key in dropped:
             states = model.states(key)
@@ -455,11 +454,6 @@ class Operations:
             if left and key not in model.courtesies:
                 raise BrokenPromise(f"page {name(key)} was forgotten, and is in {left} still")
         return count > 0
-
-    @staticmethod
-    def named_to_leave(it: Caller, keys: Collection[bytes]) -> list[bytes]:
-        """Return those pages that no pin() keeps."""
-        return [key for key in keys if not it.model.pages[key].holds]
 
     @operation(0.3, who=CALLERS)
     def clear(self, who: int) -> bool:
@@ -512,6 +506,7 @@ class Operations:
         if epoch == it.epoch:
             return False
         it.excuse()
+        it.has_cancelled = True
         it.store.set_epoch(epoch)
         it.epoch = epoch
         known = it.model.turn(epoch)
