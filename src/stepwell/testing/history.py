@@ -9,7 +9,7 @@ hand, or changed, to see what the checker makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,7 @@ from stepwell.testing.linearize import NEVER, Operation, TooManyOrdersError, exp
 from stepwell.testing.page_model import (
     ANY_SAVE,
     ANY_TIER,
+    EVERYTHING,
     Claim,
     Drop,
     Find,
@@ -117,9 +118,10 @@ class Unpinned:
 
 @dataclass(frozen=True, slots=True)
 class Forgot:
-    """Forget dropped copies of the pages named."""
+    """Forget dropped copies of the pages named but the first `keep`; while it looked them up it used them all."""
 
     copies: int
+    keep: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,8 @@ class Record:
 
     def __str__(self) -> str:
         pages = f" pages {_ranges(self.pages)}" if self.pages else ""
-        return f"[{self.invoked}..{self.returned}] thread {self.thread}: #{self.number} {self.call}{pages}: {self.result}"
+        when = f"[{self.invoked}..{self.returned}] thread {self.thread}"
+        return f"{when}: {self.call} #{self.number}{pages}: {self.result}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +217,15 @@ class Checked:
     configurations: int = 0
 
 
-def check(records: Sequence[Record], model: PageModel, *, most: int = 4) -> Checked:
+def check(
+    records: Sequence[Record], model: PageModel, *, only: Collection[int] | None = None, most: int = 4
+) -> Checked:
     """Look for an order of the calls that gives what they came to, for each page, and look at whole calls.
 
     Args:
         records: of one store, all of them: a save that is left out makes its bytes unknown.
         model: of its configuration.
+        only: pages to look at; None: all.
         most: pages that are reported; the rest of what is wrong most likely has the same cause.
 
     Returns:
@@ -228,6 +234,8 @@ def check(records: Sequence[Record], model: PageModel, *, most: int = 4) -> Chec
     checked = Checked(violations=list(_whole_calls(records)))
     stuck: list[tuple[int, Violation]] = []
     for page, steps in sorted(steps_of(records).items()):
+        if only is not None and page not in only:
+            continue
         checked.steps += len(steps)
         try:
             verdict = find_order(steps, model)
@@ -304,12 +312,13 @@ def _steps(
             for page in named:
                 yield page, _step(record, Unhold(result.pin), uses=(result.pin,))
         case Forgot():
-            for page in named:
+            for page in named[result.keep :]:
                 yield page, _step(record, Drop(not _is_used(page, record, records)))
         case Cleared():
             for page in pages:
                 is_certain = not _is_used(page, record, records)
-                for tier in (Tier.HOST, Tier.SHARED, Tier.DISK):
+                is_alone = is_certain and not _is_matched(page, record, records)
+                for tier in (EVERYTHING,) if is_alone else (Tier.HOST, Tier.SHARED, Tier.DISK):
                     yield page, _step(record, Drop(is_certain, tier))
         case Turned():
             for page in pages:
@@ -378,6 +387,18 @@ def _is_used(page: int, record: Record, records: Iterable[Record]) -> bool:
     return False
 
 
+def _is_matched(page: int, record: Record, records: Sequence[Record]) -> bool:
+    """Say whether a match of a page is open while clear comes by: a load of it may bring the page up."""
+    ends = {each.result.match: each.settled for each in records if isinstance(each.result, Released)}
+    return any(
+        isinstance(each.result, Matched)
+        and page in each.pages
+        and each.invoked < record.returned
+        and record.invoked < ends.get(each.number, NEVER)
+        for each in records
+    )
+
+
 # ---- what is promised about whole calls ------------------------------------------------------------------------------
 
 
@@ -437,14 +458,15 @@ def _count_of(record: Record, result: Saved) -> Iterator[Violation]:
     if len(result.claims) > len(record.pages):
         yield Violation("a save claimed more pages than it has", (str(record),))
     kinds = [{outcome for _, outcome in claims} for claims in result.claims]
-    new = sum(ClaimOutcome.NEW in kind for kind in kinds)
+    claimed = sum(ClaimOutcome.NEW in kind for kind in kinds)
     here = sum(ClaimOutcome.NEW not in kind and ClaimOutcome.PRESENT in kind for kind in kinds)
     beyond = len(record.pages) - len(result.claims)
     if record.call == "save_keys":  # it waits, and counts what is stored
-        stored = sum(map(bool, result.landed))
+        wanted = [tuple(tier for tier, kind in claims if kind == ClaimOutcome.NEW) for claims in result.claims]
+        stored = sum(new != () and new == landed for new, landed in zip(wanted, result.landed, strict=True))
         agrees = pending == 0 and (saved <= stored if result.had_deadline else saved == stored)
     else:
-        agrees = (saved, refused) in ((new, beyond), (0, beyond + new)) and present == here
+        agrees = (saved, refused) in ((claimed, beyond), (0, beyond + claimed)) and present == here
     if not agrees:
         yield Violation("a save that says otherwise than its claims", (str(record),))
 
@@ -461,7 +483,7 @@ def _says(record: Record, step: Step) -> str:
         case Land():
             return f"{name}: {'resident' if step.is_here else 'not stored'} in {Tier(step.tier)}"
         case Find():
-            where = "" if step.tier == ANY_TIER else f" in {Tier(step.tier)}"
+            where = "" if step.tier in (ANY_TIER, EVERYTHING) else f" in {Tier(step.tier)}"
             whose = "" if step.save == ANY_SAVE else f", bytes of #{step.save}"
             return f"{name} finds it{where}{whose}"
         case Miss():
@@ -473,7 +495,7 @@ def _says(record: Record, step: Step) -> str:
         case Unhold():
             return f"{name} ends pin #{step.number}"
         case Drop():
-            where = "" if step.tier == ANY_TIER else f" in {Tier(step.tier)}"
+            where = "" if step.tier in (ANY_TIER, EVERYTHING) else f" in {Tier(step.tier)}"
             return f"{name} drops it{where}{'' if step.is_certain else ', unless another uses it'}"
         case Turn():
             return f"{name}: epoch {step.epoch}"

@@ -17,6 +17,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 State = TypeVar("State", bound=Hashable)
 Step = TypeVar("Step")
+Asked = TypeVar("Asked", contravariant=True)
 
 NEVER: Final = 1 << 62
 """The return of an operation that has not returned: it may take effect at any time from its invocation on, or not."""
@@ -40,13 +41,13 @@ class Operation(Generic[Step]):
     uses: frozenset[Hashable] = frozenset()
 
 
-class Specification(Protocol[State, Step]):
+class Specification(Protocol[State, Asked]):
     """A sequential object. It may be nondeterministic: a step may leave several states."""
 
     def begin(self) -> State:
         """Return the state before the first step."""
 
-    def apply(self, state: State, step: Step) -> Iterable[State]:
+    def apply(self, state: State, step: Asked) -> Iterable[State]:
         """Return the states that a step with this result may leave; none: it cannot have this result here."""
 
 

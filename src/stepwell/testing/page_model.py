@@ -19,6 +19,7 @@ from stepwell.index import ClaimOutcome, Tier
 
 ANY_TIER: Final = -1
 ANY_SAVE: Final = -1
+EVERYTHING: Final = -2
 
 
 class Copy(NamedTuple):
@@ -124,7 +125,8 @@ class Unhold:
 class Drop:
     """Forget or clear came by. is_certain: nobody else used the page meanwhile.
 
-    tier: clear goes from tier to tier, and takes the pages of all epochs; forget those of this one, ANY_TIER.
+    tier: of this epoch in all tiers, ANY_TIER, is what forget drops. Clear drops those of all epochs: EVERYTHING where
+    nobody is there to bring it up meanwhile, else one tier after another.
     """
 
     is_certain: bool
@@ -248,7 +250,9 @@ class PageModel:
     # Forget and clear pass by what is pinned, and what is on its way.
     def _drop(self, page: Page, step: Drop) -> Iterator[Page]:
         def is_meant(copy: Copy) -> bool:
-            return copy.epoch == page.epoch if step.tier == ANY_TIER else copy.tier == step.tier
+            if step.tier == ANY_TIER:
+                return copy.epoch == page.epoch
+            return step.tier in (EVERYTHING, copy.tier)
 
         meant = [copy for copy in page.copies if is_meant(copy)]
         free = [copy for copy in meant if not self._is_pinned(page, copy)]
@@ -268,7 +272,7 @@ class PageModel:
         copies = frozenset(copy for copy in page.copies if copy.epoch == page.epoch and copy.tier != Tier.HOST)
         yield Page(epoch=page.epoch, copies=copies)
 
-    # ---- what may have happened unseen --------------------------------------------------------------------------------
+    # ---- what may have happened unseen ------------------------------------------------------------------------------
 
     def _with_promotions(self, page: Page) -> Page:
         """Add what a load may bring up from disk from now on: into shared memory, or where that is full, the host."""

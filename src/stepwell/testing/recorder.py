@@ -3,9 +3,9 @@
     python -m stepwell.testing.recorder [--seed 1] [--rounds 1000000 | --seconds 60] [--kind crowded|roomy|memory|disk]
 
 The store is the product: its mover's threads and its keeper run. Tiers have room for a few pages, so that they are full
-all the time and pages leave, come back and are brought up; a store of kind `roomy` loses none by itself, and there every
-miss must have its reason. A seed gives the same calls by the same threads; in which order they meet is the machine's
-choice, so that a run is not the same again, and a violation comes with the calls that show it.
+all the time and pages leave, come back and are brought up; a store of kind `roomy` loses none by itself, and there
+every miss must have its reason. A seed gives the same calls by the same threads; in which order they meet is the
+machine's choice, so that a run is not the same again, and a violation comes with the calls that show it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +130,10 @@ def save_of(page: int, row: Bytes) -> int:
 # ---- stores ----------------------------------------------------------------------------------------------------------
 
 
+_METADATA_PAGES: Final = 11
+"""What a volume of few pages has beside them, in pages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A configuration. Capacities in pages, 0: no such tier; evicts: more pages are saved than it has room for."""
@@ -137,11 +142,10 @@ class Kind:
     shared: int
     disk: int
     evicts: bool
-    clears: bool = True
 
     def config(self, base: Path, epoch: int) -> StoreConfig:
         """Configure a store below a directory."""
-        shared, disk = self.shared * PAGE_BYTES, self.disk * PAGE_BYTES
+        shared, disk = (pages and (pages + _METADATA_PAGES) * PAGE_BYTES for pages in (self.shared, self.disk))
         return StoreConfig(
             geometry=GEOMETRY,
             host=self.host * PAGE_BYTES or None,
@@ -158,12 +162,20 @@ class Kind:
 
 
 KINDS: Final = {
-    "crowded": Kind(host=3, shared=12, disk=16, evicts=True),
-    "roomy": Kind(host=4, shared=128, disk=128, evicts=False),
+    "crowded": Kind(host=3, shared=7, disk=11, evicts=True),
+    "roomy": Kind(host=4, shared=90, disk=90, evicts=False),
     "memory": Kind(host=12, shared=0, disk=0, evicts=True),
-    "shared": Kind(host=0, shared=12, disk=0, evicts=True),
-    "disk": Kind(host=3, shared=0, disk=16, evicts=True),
+    "shared": Kind(host=0, shared=9, disk=0, evicts=True),
+    "disk": Kind(host=3, shared=0, disk=11, evicts=True),
 }
+
+
+class _Seen(threading.local):
+    """What one thread has claimed and begun since it was last asked."""
+
+    def __init__(self) -> None:
+        self.claims: list[tuple[_core.ClaimBatch, Transfer | None]] = []
+        self.moves: list[_core.Transfer] = []
 
 
 class Watch:
@@ -173,36 +185,35 @@ class Watch:
     """
 
     def __init__(self, store: PageStore) -> None:
-        self._seen = threading.local()
+        self._seen = seen = _Seen()
         save, submit = store._copies.save, store._copies.submit
 
         def watched_save(
             batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
         ) -> Transfer | None:
             transfer = save(batch, source, turn, inbox=inbox)
-            self._list("claims").append((batch, transfer))
+            seen.claims.append((batch, transfer))
             return transfer
 
-        def watched_submit(*given: object, **named: object) -> Transfer | None:
-            transfer: Transfer | None = submit(*given, **named)  # type: ignore[arg-type]
+        def watched_submit(*given: Any, **named: Any) -> Transfer | None:
+            transfer = submit(*given, **named)
             core = None if transfer is None else core_transfer(transfer)
             if core is not None:
-                self._list("moves").append(core)
+                seen.moves.append(core)
             return transfer
 
         store._copies.save = watched_save  # type: ignore[method-assign]
-        store._copies.submit = watched_submit  # type: ignore[method-assign, assignment]
-
-    def _list(self, name: str) -> list[object]:
-        return self._seen.__dict__.setdefault(name, [])
+        store._copies.submit = watched_submit  # type: ignore[method-assign]
 
     def take_claims(self) -> list[tuple[_core.ClaimBatch, Transfer | None]]:
         """Take what this thread's saves have claimed since."""
-        return self._seen.__dict__.pop("claims", [])
+        taken, self._seen.claims = self._seen.claims, []
+        return taken
 
     def take_moves(self) -> list[_core.Transfer]:
         """Take the transfers that this thread has begun since."""
-        return self._seen.__dict__.pop("moves", [])
+        taken, self._seen.moves = self._seen.moves, []
+        return taken
 
 
 # ---- recording -------------------------------------------------------------------------------------------------------
@@ -285,9 +296,9 @@ class Worker:
             self._settle()
             try:
                 act()
-            except Exception as error:  # noqa: BLE001 whatever is raised is what the history is to show
+            except Exception:  # noqa: BLE001 whatever is raised is what the history is to show
                 at = self._recorder.stamp()
-                self._note("call", (), at, at, Failed(f"{act.__name__.strip('_')}: {error!r}"))
+                self._note("call", (), at, at, Failed(f"{act.__name__.strip('_')}: {traceback.format_exc(limit=-6)}"))
                 return
 
     def let_go(self) -> None:
@@ -359,19 +370,19 @@ class Worker:
         settled = self._recorder.stamp()
         claims: list[tuple[tuple[int, int], ...]] = []
         landed: list[tuple[int, ...]] = []
-        for batch, transfer in self._watch.take_claims():
+        for batch, begun in self._watch.take_claims():
             looked_at = min(len(batch.outcomes), batch.full_at)
             outcomes = batch.outcomes[:looked_at]
-            core = None if transfer is None else core_transfer(transfer)
-            bits = iter([] if core is None else core.landed().tolist())
+            moved = None if begun is None else core_transfer(begun)
+            bits = iter([] if moved is None else moved.landed().tolist())
             for row in outcomes.tolist():
                 kinds = tuple((tier, kind) for tier, kind in enumerate(row) if kind != ClaimOutcome.NONE)
                 has_new = any(kind == ClaimOutcome.NEW for _, kind in kinds)
                 mask = next(bits, 0) if has_new else 0
                 claims.append(kinds)
                 landed.append(tuple(tier for tier, kind in kinds if kind == ClaimOutcome.NEW and mask >> tier & 1))
-        saved = Saved(tuple(claims), tuple(landed), told, had_deadline)
-        self._note(call, pages, invoked, returned, saved, number, settled)
+        result = Saved(tuple(claims), tuple(landed), told, had_deadline)
+        self._note(call, pages, invoked, returned, result, number, settled)
 
     def _match(self) -> tuple[int, Match, tuple[int, ...], list[_core.Transfer]]:
         chain, count = self._prefix()
@@ -499,7 +510,7 @@ class Worker:
         copies = self._store.forget(
             chain.tokens[: count * PAGE_TOKENS], namespace=chain.namespace, keep=keep * PAGE_TOKENS
         )
-        self._note("forget", chain.pages[keep:count], invoked, self._recorder.stamp(), Forgot(copies))
+        self._note("forget", chain.pages[:count], invoked, self._recorder.stamp(), Forgot(copies, keep))
 
     def _evict(self) -> None:
         tier = self._random.choice([Tier.HOST, Tier.SHARED, Tier.DISK])
@@ -622,8 +633,12 @@ def replay(plan: Plan) -> str:
     )
 
 
-def record(plan: Plan) -> list[Record]:
-    """Let threads use a store as a plan says. Returns what they did; nothing is left behind."""
+def record(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None) -> list[Record]:
+    """Let threads use a store as a plan says. Returns what they did; nothing is left behind.
+
+    Args:
+        prepare: is done to each store before it is used: break it, to see whether that is found.
+    """
     kind, universe, recorder = KINDS[plan.kind], chains(), Recorder()
     workers = [
         Worker(thread, recorder, universe, kind, plan.seed * 1000 + thread) for thread in range(plan.threads)
@@ -640,6 +655,7 @@ def record(plan: Plan) -> list[Record]:
                         recorder.number(), plan.threads, "reopen", (), before, recorder.stamp(), before, Reopened()
                     )
                     recorder.records.append(opened)
+                prepare(store)
                 watch = Watch(store)
                 for worker in [*workers, looker]:
                     worker.join_store(store, watch)
@@ -659,9 +675,9 @@ def record(plan: Plan) -> list[Record]:
     return sorted(recorder.records, key=lambda each: each.invoked)
 
 
-def run(plan: Plan) -> Run:
-    """Record and check."""
-    records = record(plan)
+def run(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None) -> Run:
+    """Record and check; see record()."""
+    records = record(plan, prepare=prepare)
     return Run(plan, records, check(records, KINDS[plan.kind].model()))
 
 
@@ -708,7 +724,7 @@ DELAYS: Final = (
     ("volume.retire", 300),
     ("file.pread", 300),
 )
-"""Where time passes in a run with delays: between bytes, record, publishing and commit, and where a record is retired."""
+"""Where time passes in a run with delays: between bytes, record, publishing and commit, and at retiring a record."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
