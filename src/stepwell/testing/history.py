@@ -16,6 +16,7 @@ from typing import Final
 from stepwell.index import ClaimOutcome, Tier
 from stepwell.testing.linearize import NEVER, Operation, TooManyOrdersError, explain, find_order
 from stepwell.testing.page_model import (
+    ANY_EPOCH,
     ANY_SAVE,
     ANY_TIER,
     EVERYTHING,
@@ -58,9 +59,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What a match found: the tier of each page of the prefix."""
+    """What a match found: the tier of each page of the prefix, and the epoch that they were found under."""
 
     tiers: Tiers
+    epoch: int = ANY_EPOCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,8 @@ def _steps(
         case Matched():
             for row, tier in enumerate(result.tiers):
                 save = delivered.get((record.number, row), ANY_SAVE)
-                yield named[row], _step(record, Find(tier, save, record.number), makes=(record.number,))
+                find = Find(tier, save, record.number, result.epoch)
+                yield named[row], _step(record, find, makes=(record.number,))
             if len(result.tiers) < len(named):
                 yield named[len(result.tiers)], _step(record, Miss())
         case Released():
@@ -423,6 +426,7 @@ def _whole_calls(records: Sequence[Record]) -> Iterator[Violation]:
                 has_turned = any(t.invoked < record.returned and of.invoked < t.returned for t in turns)
                 if not (result.had_deadline or has_turned) and NOTHING in result.saves:
                     yield Violation("pages of an open match did not come", (str(of), str(record)))
+                yield from _epoch_of(record, result, of, turns)
                 for row, save in enumerate(result.saves):
                     before = loaded.setdefault((result.match, row), (save, record)) if save > NOTHING else None
                     if before is not None and before[0] != save:
@@ -436,6 +440,19 @@ def _whole_calls(records: Sequence[Record]) -> Iterator[Violation]:
             case Evicted():
                 if result.copies > result.asked:
                     yield Violation("more left than was asked", (str(record),))
+
+
+def _epoch_of(record: Record, result: Loaded, of: Record, turns: Sequence[Record]) -> Iterator[Violation]:
+    """A load that begins under another epoch than its match, and ends under it, delivers nothing."""
+    if not isinstance(of.result, Matched) or of.result.epoch == ANY_EPOCH or not any(map(bool, result.saves)):
+        return
+    before = [turn for turn in turns if turn.invoked < record.returned]
+    last = max(before, key=lambda each: each.invoked, default=None)
+    if last is None or not isinstance(last.result, Turned) or last.result.epoch == of.result.epoch:
+        return
+    is_clear = all(turn is last or turn.returned < last.invoked for turn in before)
+    if last.returned < record.invoked and is_clear:
+        yield Violation("a load delivered pages of another epoch", (str(of), str(last), str(record)))
 
 
 def _bytes_of(record: Record, delivered: Iterable[int], saves: dict[int, Record]) -> Iterator[Violation]:

@@ -19,6 +19,7 @@ from stepwell.index import ClaimOutcome, Tier
 
 ANY_TIER: Final = -1
 ANY_SAVE: Final = -1
+ANY_EPOCH: Final = -1
 EVERYTHING: Final = -2
 
 
@@ -87,12 +88,13 @@ class Land:
 class Find:
     """A lookup found the page. tier: where, or ANY_TIER. save: whose bytes were delivered, or ANY_SAVE.
 
-    lease: the number of the match that pins it from now on, or 0.
+    lease: the number of the match that pins it from now on, or 0. epoch: under which it says that it was found.
     """
 
     tier: int = ANY_TIER
     save: int = ANY_SAVE
     lease: int = 0
+    epoch: int = ANY_EPOCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,8 @@ class PageModel:
 
     # Promises 1 and 2: what is found is complete, of this epoch, and the bytes of the save that was published.
     def _find(self, page: Page, step: Find) -> Iterator[Page]:
+        if step.epoch not in (ANY_EPOCH, page.epoch):
+            return
         for tier in self.tiers if step.tier == ANY_TIER else (step.tier,):
             for after in self._seen(page, tier, step.save):
                 if step.lease:

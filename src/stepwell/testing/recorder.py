@@ -391,7 +391,7 @@ class Worker:
         match = self._store.match(chain.tokens[: count * PAGE_TOKENS], namespace=chain.namespace)
         returned = self._recorder.stamp()
         tiers = tuple(int(tier) for _, length, tier in match.spans for _ in range(length))
-        self._note("match", pages, invoked, returned, Matched(tiers), number)
+        self._note("match", pages, invoked, returned, Matched(tiers, match.epoch), number)
         return number, match, pages[: match.pages], []
 
     def _load(
@@ -402,11 +402,17 @@ class Worker:
         moves: list[_core.Transfer],
         *,
         deadline: float | None,
-    ) -> None:
+        closes: bool = False,
+    ) -> int | None:
+        """Load a match. closes: end the match as soon as the load has begun. Returns the stamp before that."""
         order: Order = self._random.choice(["page", "layer"])
         self._rows[:] = 0xEE
         invoked = self._recorder.stamp()
         transfer = self._store.load(match, into=self._pool[: len(pages)], order=order, deadline=deadline)
+        closing = None
+        if closes:
+            closing = self._recorder.stamp()
+            match.close()
         if not transfer.wait(WAIT_SECONDS):
             raise TimeoutError(f"a load of {len(pages)} pages has not ended: {transfer!r}")
         ok = transfer.ok
@@ -420,12 +426,20 @@ class Worker:
                 self._wait(core)
         came_late = not np.array_equal(before, self._rows)
         self._note("load", pages, invoked, returned, Loaded(number, saves, names, deadline is not None, came_late))
+        return closing
 
     def _some_deadline(self) -> float | None:
         return self._random.choice([None, None, None, 0.0, 0.0005])
 
-    def _release(self, number: int, match: Match, pages: tuple[int, ...], moves: list[_core.Transfer]) -> None:
-        invoked = self._recorder.stamp()
+    def _release(
+        self,
+        number: int,
+        match: Match,
+        pages: tuple[int, ...],
+        moves: list[_core.Transfer],
+        closing: int | None = None,
+    ) -> None:
+        invoked = self._recorder.stamp() if closing is None else closing
         match.close()
         for core in moves:
             self._wait(core)
@@ -433,10 +447,11 @@ class Worker:
         self._note("close", pages, invoked, settled, Released(number))
 
     def _read(self) -> None:
-        found = self._match()
+        found, closing = self._match(), None
         if found[2]:
-            self._load(*found, deadline=self._some_deadline())
-        self._release(*found)
+            closes = self._random.random() < 0.4
+            closing = self._load(*found, deadline=self._some_deadline(), closes=closes)
+        self._release(*found, closing)
 
     def _keep_match(self) -> None:
         if len(self._matches) < 2:
@@ -551,7 +566,7 @@ class Worker:
         invoked = self._recorder.stamp()
         match = self._store.match(chain.tokens, namespace=chain.namespace)
         tiers = tuple(int(tier) for _, length, tier in match.spans for _ in range(length))
-        self._note("match", pages, invoked, self._recorder.stamp(), Matched(tiers), number)
+        self._note("match", pages, invoked, self._recorder.stamp(), Matched(tiers, match.epoch), number)
         moves: list[_core.Transfer] = []
         if match.pages:
             self._load(number, match, pages[: match.pages], moves, deadline=None)
