@@ -32,7 +32,8 @@ from stepwell.testing.history import (
 )
 from stepwell.testing.linearize import NEVER, Operation, TooManyOrdersError, explain, find_order
 from stepwell.testing.page_model import PageModel
-from stepwell.testing.recorder import DELAYS, KINDS, PAGE_BYTES, Plan, bytes_of, chains, main, record, run, save_of
+from stepwell.testing.recorder import DELAYS, KINDS, Plan, main, record, run
+from stepwell.testing.workers import PAGE_BYTES, bytes_of, chains, save_of
 
 NEW, PENDING, PRESENT, FULL = (
     int(ClaimOutcome.NEW),
@@ -630,8 +631,9 @@ def test_the_command_says_how_much_has_an_order(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.usefixtures("no_leaks")
 def test_the_command_shows_what_has_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.testing.recorder.save_of", lambda page, row: TORN)
+    monkeypatch.setattr("stepwell.testing.workers.save_of", lambda page, row: TORN)
     assert main(["--rounds", "1", "--kind", "memory"]) == 1
     shown = capsys.readouterr().out
     assert "the bytes delivered are those of no save" in shown
-    assert "again: python -m stepwell.testing.recorder --seed 1 --rounds 20 --same-seed --kind memory" in shown
+    again = "again: python -m stepwell.testing.recorder --seed 1 --same-seed --rounds 20 --kind memory --threads 4 --calls"
+    assert f"{again} 25" in shown

@@ -414,7 +414,7 @@ def _whole_calls(records: Sequence[Record]) -> Iterator[Violation]:
         result = record.result
         match result:
             case Failed():
-                yield Violation(f"a call that must not fail: {result.error}", (str(record),))
+                yield Violation(f"{record.call}: {result.error}", (str(record),))
             case Saved():
                 yield from _count_of(record, result)
             case Loaded():

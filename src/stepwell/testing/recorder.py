@@ -12,119 +12,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
-import random
+import faulthandler
+import logging
 import shutil
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from stepwell import _core
 from stepwell.config import DiskTier, SharedTier, StoreConfig
-from stepwell.geometry import PageGeometry
-from stepwell.hashing import Namespace, prefix_hashes
-from stepwell.index import ClaimOutcome, Tier
-from stepwell.lease import Match
-from stepwell.mover import Inbox, SaveOutcome, Transfer, core_transfer
-from stepwell.pins import Pinned
-from stepwell.pool import LentPool, PoolSlice
-from stepwell.store import Order, PageStore
+from stepwell.index import Tier
+from stepwell.store import PageStore
 from stepwell.testing import faults
-from stepwell.testing.history import (
-    NOTHING,
-    TORN,
-    Checked,
-    Cleared,
-    Evicted,
-    Failed,
-    Forgot,
-    Kept,
-    Loaded,
-    LoadedKeys,
-    Matched,
-    Probed,
-    Record,
-    Released,
-    Reopened,
-    Result,
-    Saved,
-    Turned,
-    Unpinned,
-    Verified,
-    check,
-)
+from stepwell.testing.history import Checked, Failed, Record, Reopened, check
 from stepwell.testing.page_model import PageModel
+from stepwell.testing.workers import GEOMETRY, PAGE_BYTES, Recorder, Watch, Worker, chains
 
-PAGE_TOKENS: Final = 4
-LAYERS: Final = 2
-GEOMETRY: Final = PageGeometry(
-    model="history", revision="1", layers=LAYERS, kv_heads=2, head_dim=256, dtype="uint8", page_tokens=PAGE_TOKENS
-)
-PAGE_BYTES: Final = GEOMETRY.page_bytes
-LAYER_WORDS: Final = PAGE_BYTES // LAYERS // 8
-AXES: Final = "slot layer stream token head dim"
-WAIT_SECONDS: Final = 60.0
-"""How long a call may take before it counts as one that waits for ever."""
-EPOCHS: Final = 2
-
-Bytes = npt.NDArray[np.uint8]
-
-
-# ---- pages that say what they are ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Tokens whose whole pages have these keys, and these numbers in the history."""
-
-    tokens: npt.NDArray[np.int32]
-    namespace: Namespace | None
-    keys: npt.NDArray[np.uint8]
-    pages: tuple[int, ...]
-
-
-def chains() -> list[Chain]:
-    """Return chains that share prefixes, and one with the same tokens in a namespace of its own: 20 pages in all."""
-    numbers: dict[bytes, int] = {}
-    found = []
-    for parts, namespace in (
-        ((1, 2, 3, 4, 5), None),
-        ((1, 2, 6, 7), None),
-        ((1, 2, 3, 8, 9, 10), None),
-        ((11, 12, 13), None),
-        ((1, 2, 3, 4, 5), Namespace(adapter="a")),
-    ):
-        tokens = np.concatenate([np.arange(PAGE_TOKENS, dtype=np.int32) + 100 * part for part in parts])
-        seed = None if namespace is None else namespace.seed()
-        keys = prefix_hashes(tokens, page_tokens=PAGE_TOKENS, seed=seed)
-        pages = tuple(numbers.setdefault(key.tobytes(), len(numbers)) for key in keys)
-        found.append(Chain(tokens, namespace, keys, pages))
-    return found
-
-
-_PATTERN: Final = np.random.default_rng(5).integers(1, 1 << 63, (LAYERS, LAYER_WORDS), dtype=np.uint64)
-
-
-def bytes_of(page: int, save: int) -> Bytes:
-    """Return what a save writes for a page: uint8[PAGE_BYTES]. Each layer says both numbers, and depends on both."""
-    words = _PATTERN * np.uint64(2 * save + 1) + np.uint64(page)
-    words[:, 0], words[:, 1] = page, save
-    return words.reshape(-1).view(np.uint8)
-
-
-def save_of(page: int, row: Bytes) -> int:
-    """Say which save wrote what was delivered as a page; TORN where none did."""
-    save = int(row[8:16].view(np.uint64)[0])
-    return save if 0 < save < 1 << 40 and np.array_equal(row, bytes_of(page, save)) else TORN
+_HANG_SECONDS: Final = 600.0
+"""After so long a history counts as one that never ends; a call that waits for ever says so much sooner."""
 
 
 # ---- stores ----------------------------------------------------------------------------------------------------------
@@ -170,443 +79,6 @@ KINDS: Final = {
 }
 
 
-class _Seen(threading.local):
-    """What one thread has claimed and begun since it was last asked."""
-
-    def __init__(self) -> None:
-        self.claims: list[tuple[_core.ClaimBatch, Transfer | None]] = []
-        self.moves: list[_core.Transfer] = []
-
-
-class Watch:
-    """See what a store claims and moves for each thread: which pages of a save were new is not told to its caller.
-
-    Threads: each sees what it did itself.
-    """
-
-    def __init__(self, store: PageStore) -> None:
-        self._seen = seen = _Seen()
-        save, submit = store._copies.save, store._copies.submit
-
-        def watched_save(
-            batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
-        ) -> Transfer | None:
-            transfer = save(batch, source, turn, inbox=inbox)
-            seen.claims.append((batch, transfer))
-            return transfer
-
-        def watched_submit(*given: Any, **named: Any) -> Transfer | None:
-            transfer = submit(*given, **named)
-            core = None if transfer is None else core_transfer(transfer)
-            if core is not None:
-                seen.moves.append(core)
-            return transfer
-
-        store._copies.save = watched_save  # type: ignore[method-assign]
-        store._copies.submit = watched_submit  # type: ignore[method-assign]
-
-    def take_claims(self) -> list[tuple[_core.ClaimBatch, Transfer | None]]:
-        """Take what this thread's saves have claimed since."""
-        taken, self._seen.claims = self._seen.claims, []
-        return taken
-
-    def take_moves(self) -> list[_core.Transfer]:
-        """Take the transfers that this thread has begun since."""
-        taken, self._seen.moves = self._seen.moves, []
-        return taken
-
-
-# ---- recording -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Open:
-    """A call that has returned and may still hold something: transfers, or a lease until the store is closed."""
-
-    record: Record
-    moves: list[_core.Transfer]
-    is_leased: bool
-
-
-@dataclass(slots=True)
-class Recorder:
-    """The records of all threads, and the counter of their stamps.
-
-    Threads: stamp() and number() any; each worker has a list of its own.
-    """
-
-    stamps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    records: list[Record] = field(default_factory=list)
-
-    def stamp(self) -> int:
-        """Return the next stamp; one atomic step under the GIL."""
-        return next(self.stamps)
-
-    def number(self) -> int:
-        """Return the number of the next call."""
-        return next(self.numbers)
-
-
-class Worker:
-    """One thread: it draws a call, makes it, and writes down what came of it."""
-
-    def __init__(self, thread: int, recorder: Recorder, universe: Sequence[Chain], kind: Kind, seed: int) -> None:
-        self._thread = thread
-        self._recorder = recorder
-        self._chains = universe
-        self._kind = kind
-        self._random = random.Random(seed)
-        longest = max(len(chain.pages) for chain in universe)
-        self._rows = np.zeros((longest, PAGE_BYTES), np.uint8)
-        self._open: list[_Open] = []
-        self._matches: list[tuple[int, Match, tuple[int, ...], list[_core.Transfer]]] = []
-        self._pins: list[tuple[Record, Pinned]] = []
-        self.records: list[Record] = []
-        self._acts: list[tuple[int, Callable[[], None]]] = [
-            (30, self._save),
-            (30, self._read),
-            (6, self._keep_match),
-            (8, self._load_kept),
-            (8, self._release_kept),
-            (8, self._load_keys),
-            (6, self._save_keys),
-            (6, self._probe),
-            (6, self._pin),
-            (5, self._unpin),
-            (10, self._forget),
-            (1, self._verify),
-            (1, self._turn),
-            (1, self._flush),
-            (1, self._clear),
-            *([(6, self._evict)] if kind.evicts else []),
-        ]
-
-    def join_store(self, store: PageStore, watch: Watch) -> None:
-        """Use this store from now on."""
-        shape = (len(self._rows), LAYERS, 2, PAGE_TOKENS, GEOMETRY.kv_heads, GEOMETRY.head_dim)
-        self._store, self._watch = store, watch
-        self._pool: LentPool = store.lend(self._rows.reshape(shape), axes=AXES)
-
-    def work(self, calls: int) -> None:
-        """Make some calls."""
-        weights = [weight for weight, _ in self._acts]
-        acts = self._random.choices([act for _, act in self._acts], weights, k=calls)
-        for act in acts:
-            self._settle()
-            try:
-                act()
-            except Exception:  # noqa: BLE001 whatever is raised is what the history is to show
-                at = self._recorder.stamp()
-                self._note("call", (), at, at, Failed(f"{act.__name__.strip('_')}: {traceback.format_exc(limit=-6)}"))
-                return
-
-    def let_go(self) -> None:
-        """End matches and pins, and wait for all that was begun. Requires: work() has returned."""
-        while self._matches:
-            self._release(*self._matches.pop())
-        while self._pins:
-            self._end_pin(*self._pins.pop())
-        for each in self._open:
-            for core in each.moves:
-                self._wait(core)
-        self._settle()
-
-    def settle_leases(self) -> None:
-        """Write down that what probes held is free. Requires: the store is closed."""
-        for each in self._open:
-            self.records.append(replace(each.record, settled=self._recorder.stamp()))
-        self._open.clear()
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
-
-    def _prefix(self) -> tuple[Chain, int]:
-        chain = self._random.choice(self._chains)
-        return chain, self._random.randint(1, len(chain.pages))
-
-    def _save(self) -> None:
-        chain, count = self._prefix()
-        number, pages = self._fill(chain, count)
-        invoked = self._recorder.stamp()
-        tokens = chain.tokens[: count * PAGE_TOKENS]
-        result = self._store.save(tokens, source=self._pool[:count], namespace=chain.namespace)
-        returned = self._recorder.stamp()
-        told = (result.saved, result.present, result.pending, result.refused)
-        self._note_save("save", number, pages, invoked, returned, told)
-
-    def _save_keys(self) -> None:
-        chain, count = self._prefix()
-        number, pages = self._fill(chain, count)
-        deadline = self._random.choice([None, None, 0.0, 0.001])
-        invoked = self._recorder.stamp()
-        outcomes = self._store.save_keys(
-            chain.keys[:count], source=self._pool[:count], first_of_chain=True, deadline=deadline
-        )
-        returned = self._recorder.stamp()
-        kinds = [int((outcomes == kind).sum()) for kind in SaveOutcome]
-        told = (kinds[SaveOutcome.STORED], kinds[SaveOutcome.PRESENT], 0, kinds[SaveOutcome.REFUSED])
-        self._note_save("save_keys", number, pages, invoked, returned, told, had_deadline=deadline is not None)
-
-    def _fill(self, chain: Chain, count: int) -> tuple[int, tuple[int, ...]]:
-        number, pages = self._recorder.number(), chain.pages[:count]
-        for row, page in enumerate(pages):
-            self._rows[row] = bytes_of(page, number)
-        return number, pages
-
-    def _note_save(
-        self,
-        call: str,
-        number: int,
-        pages: tuple[int, ...],
-        invoked: int,
-        returned: int,
-        told: tuple[int, int, int, int],
-        *,
-        had_deadline: bool = False,
-    ) -> None:
-        moves = self._watch.take_moves()
-        for core in moves:
-            self._wait(core)
-        settled = self._recorder.stamp()
-        claims: list[tuple[tuple[int, int], ...]] = []
-        landed: list[tuple[int, ...]] = []
-        for batch, begun in self._watch.take_claims():
-            looked_at = min(len(batch.outcomes), batch.full_at)
-            outcomes = batch.outcomes[:looked_at]
-            moved = None if begun is None else core_transfer(begun)
-            bits = iter([] if moved is None else moved.landed().tolist())
-            for row in outcomes.tolist():
-                kinds = tuple((tier, kind) for tier, kind in enumerate(row) if kind != ClaimOutcome.NONE)
-                has_new = any(kind == ClaimOutcome.NEW for _, kind in kinds)
-                mask = next(bits, 0) if has_new else 0
-                claims.append(kinds)
-                landed.append(tuple(tier for tier, kind in kinds if kind == ClaimOutcome.NEW and mask >> tier & 1))
-        result = Saved(tuple(claims), tuple(landed), told, had_deadline)
-        self._note(call, pages, invoked, returned, result, number, settled)
-
-    def _match(self) -> tuple[int, Match, tuple[int, ...], list[_core.Transfer]]:
-        chain, count = self._prefix()
-        number, pages = self._recorder.number(), chain.pages[:count]
-        invoked = self._recorder.stamp()
-        match = self._store.match(chain.tokens[: count * PAGE_TOKENS], namespace=chain.namespace)
-        returned = self._recorder.stamp()
-        tiers = tuple(int(tier) for _, length, tier in match.spans for _ in range(length))
-        self._note("match", pages, invoked, returned, Matched(tiers, match.epoch), number)
-        return number, match, pages[: match.pages], []
-
-    def _load(
-        self,
-        number: int,
-        match: Match,
-        pages: tuple[int, ...],
-        moves: list[_core.Transfer],
-        *,
-        deadline: float | None,
-        closes: bool = False,
-    ) -> int | None:
-        """Load a match. closes: end the match as soon as the load has begun. Returns the stamp before that."""
-        order: Order = self._random.choice(["page", "layer"])
-        self._rows[:] = 0xEE
-        invoked = self._recorder.stamp()
-        transfer = self._store.load(match, into=self._pool[: len(pages)], order=order, deadline=deadline)
-        closing = None
-        if closes:
-            closing = self._recorder.stamp()
-            match.close()
-        if not transfer.wait(WAIT_SECONDS):
-            raise TimeoutError(f"a load of {len(pages)} pages has not ended: {transfer!r}")
-        ok = transfer.ok
-        before = self._rows.copy()
-        returned = self._recorder.stamp()
-        moves += self._watch.take_moves()
-        names = tuple("" if ok[i] else _core.Status(int(s)).name for i, s in enumerate(transfer.status))
-        saves = tuple(save_of(page, before[row]) if ok[row] else NOTHING for row, page in enumerate(pages))
-        if deadline is not None:  # whatever is still under way may not touch the memory any more
-            for core in moves:
-                self._wait(core)
-        came_late = not np.array_equal(before, self._rows)
-        self._note("load", pages, invoked, returned, Loaded(number, saves, names, deadline is not None, came_late))
-        return closing
-
-    def _some_deadline(self) -> float | None:
-        return self._random.choice([None, None, None, 0.0, 0.0005])
-
-    def _release(
-        self,
-        number: int,
-        match: Match,
-        pages: tuple[int, ...],
-        moves: list[_core.Transfer],
-        closing: int | None = None,
-    ) -> None:
-        invoked = self._recorder.stamp() if closing is None else closing
-        match.close()
-        for core in moves:
-            self._wait(core)
-        settled = self._recorder.stamp()
-        self._note("close", pages, invoked, settled, Released(number))
-
-    def _read(self) -> None:
-        found, closing = self._match(), None
-        if found[2]:
-            closes = self._random.random() < 0.4
-            closing = self._load(*found, deadline=self._some_deadline(), closes=closes)
-        self._release(*found, closing)
-
-    def _keep_match(self) -> None:
-        if len(self._matches) < 2:
-            self._matches.append(self._match())
-
-    def _load_kept(self) -> None:
-        if self._matches:
-            found = self._random.choice(self._matches)
-            if found[2]:
-                self._load(*found, deadline=self._some_deadline())
-
-    def _release_kept(self) -> None:
-        if self._matches:
-            self._release(*self._matches.pop(0))
-
-    def _load_keys(self) -> None:
-        chain, count = self._prefix()
-        deadline = self._random.choice([None, None, 0.0005])
-        self._rows[:] = 0xEE
-        invoked = self._recorder.stamp()
-        ok = self._store.load_keys(chain.keys[:count], into=self._pool[:count], deadline=deadline)
-        before = self._rows.copy()
-        returned = self._recorder.stamp()
-        pages = chain.pages[:count]
-        saves = tuple(save_of(page, before[row]) if ok[row] else NOTHING for row, page in enumerate(pages))
-        self._note("load_keys", pages, invoked, returned, LoadedKeys(saves, deadline is not None), settled=None)
-
-    def _probe(self) -> None:
-        chain, count = self._prefix()
-        lease = self._random.choice([0.0, 0.0, 0.0, 0.01])
-        readahead = self._random.random() < 0.5
-        invoked = self._recorder.stamp()
-        found = self._store.probe(chain.keys[:count], lease=lease, readahead=readahead)
-        returned = self._recorder.stamp()
-        tiers = tuple(int(tier) for tier in found.tiers)
-        self._note(
-            "probe", chain.pages[:count], invoked, returned, Probed(tiers), settled=None, is_leased=lease > 0
-        )
-
-    def _pin(self) -> None:
-        if len(self._pins) >= 2:
-            return
-        chain, count = self._prefix()
-        number = self._recorder.number()
-        invoked = self._recorder.stamp()
-        pin = self._store.pin(chain.tokens[: count * PAGE_TOKENS], ttl=3600.0, namespace=chain.namespace)
-        returned = self._recorder.stamp()
-        kept = pin.tokens // PAGE_TOKENS
-        # Until it has ended nobody knows how long it keeps what was on its way: it is written down then.
-        pending = pin.pending // PAGE_TOKENS
-        record = Record(number, self._thread, "pin", chain.pages[:count], invoked, returned, 0, Kept(kept, pending))
-        self._pins.append((record, pin))
-
-    def _unpin(self) -> None:
-        if self._pins:
-            self._end_pin(*self._pins.pop(0))
-
-    def _end_pin(self, begun: Record, pin: Pinned) -> None:
-        invoked = self._recorder.stamp()
-        pin.close()
-        returned = self._recorder.stamp()
-        self.records.append(replace(begun, settled=returned))
-        result = begun.result
-        kept = begun.pages[: result.pages] if isinstance(result, Kept) else ()
-        self._note("unpin", kept, invoked, returned, Unpinned(begun.number))
-
-    def _forget(self) -> None:
-        chain, count = self._prefix()
-        keep = self._random.choice([0, 0, 1, 2])
-        invoked = self._recorder.stamp()
-        copies = self._store.forget(
-            chain.tokens[: count * PAGE_TOKENS], namespace=chain.namespace, keep=keep * PAGE_TOKENS
-        )
-        self._note("forget", chain.pages[:count], invoked, self._recorder.stamp(), Forgot(copies, keep))
-
-    def _evict(self) -> None:
-        tier = self._random.choice([Tier.HOST, Tier.SHARED, Tier.DISK])
-        asked = self._random.randint(1, 8)
-        invoked = self._recorder.stamp()
-        copies = self._store.evict(tier, asked)
-        self._note("evict", (), invoked, self._recorder.stamp(), Evicted(int(tier), asked, copies))
-
-    def _clear(self) -> None:
-        if self._random.random() < 0.3:
-            invoked = self._recorder.stamp()
-            copies = self._store.clear()
-            self._note("clear", (), invoked, self._recorder.stamp(), Cleared(copies))
-
-    def _verify(self) -> None:
-        invoked = self._recorder.stamp()
-        found = self._store.verify()
-        self._note("verify", (), invoked, self._recorder.stamp(), Verified(found.pages, found.damaged))
-
-    def _turn(self) -> None:
-        epoch = self._random.randrange(EPOCHS)
-        invoked = self._recorder.stamp()
-        self._store.set_epoch(epoch)
-        self._note("set_epoch", (), invoked, self._recorder.stamp(), Turned(epoch))
-
-    def _flush(self) -> None:
-        if not self._store.flush(WAIT_SECONDS):
-            raise TimeoutError("flush has not ended")
-
-    def look(self) -> None:
-        """Read every page, by tokens and by keys, while nobody else does anything."""
-        for chain in self._chains:
-            self._read_whole(chain)
-        self.let_go()
-
-    def _read_whole(self, chain: Chain) -> None:
-        number, pages = self._recorder.number(), chain.pages
-        invoked = self._recorder.stamp()
-        match = self._store.match(chain.tokens, namespace=chain.namespace)
-        tiers = tuple(int(tier) for _, length, tier in match.spans for _ in range(length))
-        self._note("match", pages, invoked, self._recorder.stamp(), Matched(tiers, match.epoch), number)
-        moves: list[_core.Transfer] = []
-        if match.pages:
-            self._load(number, match, pages[: match.pages], moves, deadline=None)
-        self._release(number, match, pages[: match.pages], moves)
-
-    # ---- writing down -----------------------------------------------------------------------------------------------
-
-    def _note(
-        self,
-        call: str,
-        pages: tuple[int, ...],
-        invoked: int,
-        returned: int,
-        result: Result,
-        number: int | None = None,
-        settled: int | None = 0,
-        *,
-        is_leased: bool = False,
-    ) -> None:
-        """Write a call down. settled: its stamp; 0: that of the return; None: when what it began has ended."""
-        number = self._recorder.number() if number is None else number
-        record = Record(number, self._thread, call, pages, invoked, returned, settled or returned, result)
-        if settled is None:
-            self._open.append(_Open(record, self._watch.take_moves(), is_leased))
-        else:
-            self.records.append(record)
-
-    def _settle(self) -> None:
-        """Write down which of the calls that were open hold nothing any more."""
-        for each in [each for each in self._open if not each.is_leased]:
-            if all(core.done for core in each.moves):
-                self._open.remove(each)
-                self.records.append(replace(each.record, settled=self._recorder.stamp()))
-
-    @staticmethod
-    def _wait(core: _core.Transfer) -> None:
-        if not core.wait(WAIT_SECONDS):
-            raise TimeoutError("a transfer has not ended")
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -643,9 +115,8 @@ class Run:
 
 def replay(plan: Plan) -> str:
     """Return the command that makes the same calls again."""
-    return f"python -m stepwell.testing.recorder --seed {plan.seed} --rounds 20 --same-seed --kind {plan.kind}" + (
-        " --delays" if plan.delays else ""
-    )
+    size = f"--kind {plan.kind} --threads {plan.threads} --calls {plan.calls}{' --delays' if plan.delays else ''}"
+    return f"python -m stepwell.testing.recorder --seed {plan.seed} --same-seed --rounds 20 {size}"
 
 
 def record(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None) -> list[Record]:
@@ -655,10 +126,10 @@ def record(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None)
         prepare: is done to each store before it is used: break it, to see whether that is found.
     """
     kind, universe, recorder = KINDS[plan.kind], chains(), Recorder()
-    workers = [
-        Worker(thread, recorder, universe, kind, plan.seed * 1000 + thread) for thread in range(plan.threads)
-    ]
-    looker = Worker(plan.threads, recorder, universe, kind, plan.seed * 1000 + plan.threads)
+    *workers, looker = (
+        Worker(thread, recorder, universe, seed=plan.seed * 1000 + thread, evicts=kind.evicts)
+        for thread in range(plan.threads + 1)
+    )
     base = Path(tempfile.mkdtemp(prefix="sw-history-", dir="/dev/shm"))
     epoch = 0
     try:
@@ -666,10 +137,10 @@ def record(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None)
             before = recorder.stamp()
             with PageStore(kind.config(base, epoch)) as store, _delays(plan.delays):
                 if life:
-                    opened = Record(
-                        recorder.number(), plan.threads, "reopen", (), before, recorder.stamp(), before, Reopened()
+                    number, after = recorder.number(), recorder.stamp()
+                    recorder.records.append(
+                        Record(number, plan.threads, "reopen", (), before, after, after, Reopened())
                     )
-                    recorder.records.append(opened)
                 prepare(store)
                 watch = Watch(store)
                 for worker in [*workers, looker]:
@@ -762,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed = given.seed + (0 if given.same_seed else number)
         kind = given.kind or [*KINDS][seed % len(KINDS)]
         plan = Plan(seed, kind, given.threads, given.calls, delays=DELAYS if given.delays else ())
+        faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True)
         done = run(plan)
+        faulthandler.cancel_dump_traceback_later()
         rounds += 1
         calls += len(done.records)
         steps += done.checked.steps
@@ -776,4 +249,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("stepwell").setLevel(logging.ERROR)  # that a directory is on a tmpfs, and the like
     sys.exit(main())
