@@ -635,5 +635,5 @@ def test_the_command_shows_what_has_none(capsys: pytest.CaptureFixture[str], mon
     assert main(["--rounds", "1", "--kind", "memory"]) == 1
     shown = capsys.readouterr().out
     assert "the bytes delivered are those of no save" in shown
-    again = "again: python -m stepwell.testing.recorder --seed 1 --same-seed --rounds 20 --kind memory --threads 4 --calls"
-    assert f"{again} 25" in shown
+    again = "again: python -m stepwell.testing.recorder --seed 1 --same-seed --rounds 20 --kind memory --threads 4"
+    assert again in shown

@@ -145,12 +145,14 @@ def record(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None)
                 watch = Watch(store)
                 for worker in [*workers, looker]:
                     worker.join_store(store, watch)
+                looker.look()
                 for _ in range(plan.barriers):
                     _together(workers, plan.calls)
                     for worker in workers:
                         worker.let_go()
                     looker.look()
                     recorder.records.extend(_unsound(store, recorder))
+                looker.forget()
                 epoch = store.epoch
             for worker in [*workers, looker]:
                 worker.settle_leases()

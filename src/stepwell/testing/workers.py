@@ -456,8 +456,9 @@ class Worker:
         self._note("unpin", kept, invoked, returned, Unpinned(begun.number))
 
     def _forget(self) -> None:
-        chain, count = self._prefix()
-        keep = self._random.choice([0, 0, 1, 2])
+        self._forget_chain(*self._prefix(), self._random.choice([0, 0, 1, 2]))
+
+    def _forget_chain(self, chain: Chain, count: int, keep: int) -> None:
         invoked = self._recorder.stamp()
         copies = self._store.forget(
             chain.tokens[: count * PAGE_TOKENS], namespace=chain.namespace, keep=keep * PAGE_TOKENS
@@ -499,6 +500,10 @@ class Worker:
             if found.pages:
                 self._load(found, deadline=None)
             self._release(found)
+
+    def forget(self) -> None:
+        """Forget a chain, while nobody else does anything: the next life of the store must not find it."""
+        self._forget_chain(self._chains[0], len(self._chains[0].pages), 0)
 
     # ---- writing down -----------------------------------------------------------------------------------------------
 
