@@ -32,8 +32,8 @@ from stepwell.testing.history import Checked, Failed, Record, Reopened, check
 from stepwell.testing.page_model import PageModel
 from stepwell.testing.workers import GEOMETRY, PAGE_BYTES, Recorder, Watch, Worker, chains
 
-_HANG_SECONDS: Final = 600.0
-"""After so long a history counts as one that never ends; a call that waits for ever says so much sooner."""
+_HANG_SECONDS: Final = 240.0
+"""After so long threads count as ones that never end; most calls that wait for ever say so sooner."""
 
 
 # ---- stores ----------------------------------------------------------------------------------------------------------
@@ -170,12 +170,20 @@ def run(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None) ->
 
 
 def _together(workers: Sequence[Worker], calls: int) -> None:
-    """Have the workers make some calls each, in threads of their own."""
-    threads = [threading.Thread(target=worker.work, args=(calls,)) for worker in workers]
+    """Have the workers make some calls each, in threads of their own.
+
+    Raises:
+        TimeoutError: one does not come back. Its stack is on stderr; the store is of no use any more.
+    """
+    threads = [threading.Thread(target=worker.work, args=(calls,), daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
+    until = time.monotonic() + _HANG_SECONDS
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, until - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        raise TimeoutError(f"a call has not returned for {_HANG_SECONDS:g} s")
 
 
 def _unsound(store: PageStore, recorder: Recorder) -> Iterator[Record]:
@@ -235,9 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed = given.seed + (0 if given.same_seed else number)
         kind = given.kind or [*KINDS][seed % len(KINDS)]
         plan = Plan(seed, kind, given.threads, given.calls, delays=DELAYS if given.delays else ())
-        faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True)
         done = run(plan)
-        faulthandler.cancel_dump_traceback_later()
         rounds += 1
         calls += len(done.records)
         steps += done.checked.steps
