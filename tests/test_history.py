@@ -510,6 +510,12 @@ def test_a_store_that_lies_is_found(kind: str, spoil: Callable[[PageStore], None
     assert "again: python -m stepwell.testing.recorder --seed 1" in violations[0]
 
 
+@pytest.mark.usefixtures("no_leaks")
+def test_a_store_whose_core_fails_an_assertion_is_found() -> None:
+    violations = run(Plan(seed=1, kind="memory", lives=1), prepare=lambda store: store._index.poison()).violations
+    assert any("an assertion of the core failed" in violation for violation in violations)
+
+
 # ---- real histories that are changed ---------------------------------------------------------------------------------
 
 ROOMY = KINDS["roomy"].model()

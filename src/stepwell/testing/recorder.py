@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from stepwell.config import DiskTier, SharedTier, StoreConfig
+from stepwell.errors import PoisonedError
 from stepwell.index import Tier
 from stepwell.store import PageStore
 from stepwell.testing import faults
@@ -135,7 +136,12 @@ def record(plan: Plan, *, prepare: Callable[[PageStore], None] = lambda _: None)
     try:
         for life in range(plan.lives):
             before = recorder.stamp()
-            with PageStore(kind.config(base, epoch)) as store, _delays(plan.delays):
+            # That it was poisoned is in the records by then.
+            with (
+                contextlib.suppress(PoisonedError),
+                PageStore(kind.config(base, epoch)) as store,
+                _delays(plan.delays),
+            ):
                 if life:
                     number, after = recorder.number(), recorder.stamp()
                     recorder.records.append(
@@ -189,7 +195,12 @@ def _together(workers: Sequence[Worker], calls: int) -> None:
 def _unsound(store: PageStore, recorder: Recorder) -> Iterator[Record]:
     """Yield what is wrong with a store that nobody uses: its index, its sums, what is pinned still."""
     found = [store.check()]
-    stats = store.stats()
+    try:
+        stats = store.stats()
+    except PoisonedError as error:
+        at = recorder.stamp()
+        yield Record(recorder.number(), -1, "stats", (), at, at, at, Failed(str(error)))
+        return
     if stats.checksum_failures or stats.io_errors or stats.failed_jobs:
         found.append(
             f"{stats.checksum_failures} wrong checksums, {stats.io_errors} I/O errors, {stats.failed_jobs} failures"
