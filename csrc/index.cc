@@ -664,6 +664,26 @@ class Index::Impl {
     }
   }
 
+  // Appends the page of each key past the tree's end, kNoPage where there is none: unlike a match it goes on behind a
+  // gap. False: more hashes are wanted, as scan_by_key() says it.
+  bool find_behind(uint32_t name_space, uint32_t total, Hashes* hashes, Survey* survey, std::vector<PageId>* chain) {
+    for (uint32_t i = survey->place.depth; i < total; ++i) {
+      if (!hashes->covers(i)) {
+        if (i > survey->place.depth) {
+          hashes->has_prior = true;
+          std::memcpy(hashes->prior.data(), hashes->of(i - 1), kDigestBytes);
+        } else if (!set_prior(name_space, page_before(survey->place), hashes)) {
+          return true;
+        }
+        survey->wants_hashes = true;
+        survey->hash_from = i;
+        return false;
+      }
+      chain->push_back(pages.find(hashes->of(i), kDigestBytes, kKv, epoch));
+    }
+    return true;
+  }
+
   Survey survey(uint32_t name_space, const int32_t* tokens, uint32_t total, TierMask usable, Hashes* hashes,
                 bool also_pending = false) {
     Survey out;
@@ -1920,13 +1940,9 @@ void Index::claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t cou
       std::vector<PageId> chain;
       if (found.place.depth > 0)
         in.span_pages({found.place.node, 0, found.place.depth, 0}, 0, found.place.depth, &chain);
-      in.scan_by_key(name_space, total, &hashes, &found, [&](PageId page) {
-        chain.push_back(page);
-        return true;
-      });
-      if (found.wants_hashes) return;
+      if (!in.find_behind(name_space, total, &hashes, &found, &chain)) return;
       for (size_t i = chain.size(); i-- > keep_pages;) {
-        if (in.pages.holds(chain[i]) > 0) continue;
+        if (chain[i] == kNoPage || in.pages.holds(chain[i]) > 0) continue;
         for (int tier = 0; tier < kTiers; ++tier) {
           if (!has(tiers, tier) || in.pages.residency(chain[i], tier) != Residency::kResident ||
               in.is_pinned(chain[i], tier))

@@ -253,7 +253,7 @@ class Index {
   // unless it is `retired`: beyond mending for as long as the slot is in use.
   Status mend(PageId page, Tier tier, uint32_t number, bool mended, bool retired = false);
   // Makes every unpinned RESIDENT page of the chain past `keep_pages` (all: 0) that no hold covers LEAVING in all tiers
-  // given; deepest first. For forget().
+  // given; deepest first, and behind a page that is not here too: a save of that one would bring them back. For forget().
   void claim_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages, TierMask tiers,
                    std::vector<Victim> out[kTiers]);
 

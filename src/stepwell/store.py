@@ -758,6 +758,8 @@ class PageStore:
     def forget(self, tokens: Tokens, *, namespace: Namespace | None = None, keep: int = 0) -> int:
         """Drop the pages of some tokens past the first `keep` tokens from every tier; pinned ones stay (match and pin).
 
+        Also those behind a page that is not cached, which no match finds until it is saved again.
+
         Returns:
             Copies dropped, over all tiers.
         """

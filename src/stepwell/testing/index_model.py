@@ -807,16 +807,11 @@ class IndexModel:
     def chain_victims(
         self, keys: Sequence[bytes], keep_pages: int, tiers: int
     ) -> list[list[PageName]]:
-        """Say which pages past `keep_pages` leave when a chain is forgotten, deepest first."""
-        chain: list[Page] = []
-        for key in keys:
-            page = self._find(key)
-            if page is None:
-                break
-            chain.append(page)
+        """Say which pages past `keep_pages` leave when a chain is forgotten, deepest first: behind a gap, too."""
         out: list[list[PageName]] = [[] for _ in range(TIERS)]
-        for page in reversed(chain[keep_pages:]):
-            if page.holds > 0:
+        for key in reversed(keys[keep_pages:]):
+            page = self._find(key)
+            if page is None or page.holds > 0:
                 continue
             for tier in bits(tiers):
                 if page.residency[tier] == RESIDENT and not page.is_pinned(tier):
