@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 
@@ -241,16 +242,14 @@ __attribute__((target("avx2"))) void stream_avx2(std::byte* target, const std::b
   std::memcpy(target, source, bytes);
 }
 
-Kernels detect() noexcept {
-  Kernels kernels = kPortable;
-  const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) kernels.stream = stream_avx2;
-  if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) {
-    kernels.name = has_avx2 ? "sse4.2+avx2" : "sse4.2";
-    kernels.update = update_sse42;
-    kernels.copy = copy_sse42;
-  }
-  return kernels;
+// Best first.
+constexpr std::array kImplementations = {Kernels{"sse4.2+avx2", update_sse42, copy_sse42, stream_avx2},
+                                         Kernels{"sse4.2", update_sse42, copy_sse42, stream_portable}, kPortable};
+
+bool can_run(const Kernels& kernels) noexcept {
+  if (kernels.update == update_sse42 && !(__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")))
+    return false;
+  return kernels.stream != stream_avx2 || __builtin_cpu_supports("avx2");
 }
 
 // ---- AArch64: the CRC extension. No streaming stores: these cores notice full lines being written and stop allocating
@@ -324,26 +323,27 @@ STEPWELL_CRC uint32_t copy_armv8(uint32_t crc, std::byte* target, const std::byt
   return run_armv8<true>(crc, target, source, bytes);
 }
 
-Kernels detect() noexcept {
-  Kernels kernels = kPortable;
-  if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
-    kernels.name = "armv8-crc";
-    kernels.update = update_armv8;
-    kernels.copy = copy_armv8;
-  }
-  return kernels;
+constexpr std::array kImplementations = {Kernels{"armv8-crc", update_armv8, copy_armv8, stream_portable}, kPortable};
+
+bool can_run(const Kernels& kernels) noexcept {
+  return kernels.update != update_armv8 || (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
 }
 
 #else
 
-Kernels detect() noexcept { return kPortable; }
+constexpr std::array kImplementations = {kPortable};
+
+bool can_run(const Kernels&) noexcept { return true; }
 
 #endif
 
-const Kernels& kernels() noexcept {
-  static const Kernels chosen = detect();
-  return chosen;
+std::atomic<const Kernels*>& chosen() noexcept {
+  static std::atomic<const Kernels*> kernels =
+      &*std::find_if(kImplementations.begin(), kImplementations.end(), can_run);
+  return kernels;
 }
+
+const Kernels& kernels() noexcept { return *chosen().load(std::memory_order_relaxed); }
 
 }  // namespace
 
@@ -377,6 +377,22 @@ void copy_fence() noexcept {
 }
 
 const char* crc32c_implementation() noexcept { return kernels().name; }
+
+std::vector<std::string_view> crc32c_implementations() {
+  std::vector<std::string_view> names;
+  for (const Kernels& each : kImplementations)
+    if (can_run(each)) names.push_back(each.name);
+  return names;
+}
+
+bool use_crc32c(std::string_view implementation) noexcept {
+  for (const Kernels& each : kImplementations) {
+    if (each.name != implementation || !can_run(each)) continue;
+    chosen().store(&each, std::memory_order_relaxed);
+    return true;
+  }
+  return false;
+}
 
 uint32_t crc32c_portable(uint32_t crc, const void* data, size_t bytes) noexcept {
   return ~update_portable(~crc, static_cast<const std::byte*>(data), bytes);

@@ -6,6 +6,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
+#include <vector>
 
 namespace stepwell {
 
@@ -26,6 +28,10 @@ void copy_fence() noexcept;
 
 // "sse4.2+avx2", "armv8-crc", "table": which implementation this machine runs. For `doctor` and tests.
 const char* crc32c_implementation() noexcept;
+// All that this machine can run, the one it runs by itself first.
+std::vector<std::string_view> crc32c_implementations();
+// For tests: the process computes and copies by this one from now on. False: this machine cannot.
+bool use_crc32c(std::string_view implementation) noexcept;
 
 // The table implementation, kept reachable as the oracle of the fast ones.
 uint32_t crc32c_portable(uint32_t crc, const void* data, size_t bytes) noexcept;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 
@@ -159,12 +160,12 @@ constexpr const char* kHardwareName = "portable";
 
 #endif
 
-bool use_hardware() noexcept {
-  static const bool answer = has_hardware();
-  return answer;
+std::atomic<Compress>& chosen() noexcept {
+  static std::atomic<Compress> compress = has_hardware() ? kHardware : compress_portable;
+  return compress;
 }
 
-Compress best() noexcept { return use_hardware() ? kHardware : compress_portable; }
+Compress in_use() noexcept { return chosen().load(std::memory_order_relaxed); }
 
 // One message in up to two parts: whole blocks are hashed where they lie, only the seam and the end pass through a
 // buffer.
@@ -205,15 +206,11 @@ void digest_parts(Compress compress, const uint8_t* first, size_t first_bytes, c
 }  // namespace
 
 void sha256(const void* data, size_t bytes, uint8_t digest[kDigestBytes]) noexcept {
-  digest_parts(best(), nullptr, 0, static_cast<const uint8_t*>(data), bytes, digest);
-}
-
-void sha256_portable(const void* data, size_t bytes, uint8_t digest[kDigestBytes]) noexcept {
-  digest_parts(compress_portable, nullptr, 0, static_cast<const uint8_t*>(data), bytes, digest);
+  digest_parts(in_use(), nullptr, 0, static_cast<const uint8_t*>(data), bytes, digest);
 }
 
 void hash_chain(const uint8_t* prior, const int32_t* tokens, size_t pages, size_t page_tokens, uint8_t* out) noexcept {
-  const Compress compress = best();
+  const Compress compress = in_use();
   const size_t page_bytes = page_tokens * sizeof(int32_t);
   const auto* bytes = reinterpret_cast<const uint8_t*>(tokens);
   for (size_t page = 0; page < pages; ++page, bytes += page_bytes, out += kDigestBytes) {
@@ -222,6 +219,22 @@ void hash_chain(const uint8_t* prior, const int32_t* tokens, size_t pages, size_
   }
 }
 
-const char* sha256_implementation() noexcept { return use_hardware() ? kHardwareName : "portable"; }
+const char* sha256_implementation() noexcept { return in_use() == compress_portable ? "portable" : kHardwareName; }
+
+std::vector<std::string_view> sha256_implementations() {
+  if (has_hardware()) return {kHardwareName, "portable"};
+  return {"portable"};
+}
+
+bool use_sha256(std::string_view implementation) noexcept {
+  if (implementation == "portable") {
+    chosen().store(compress_portable, std::memory_order_relaxed);
+  } else if (implementation == kHardwareName && has_hardware()) {
+    chosen().store(kHardware, std::memory_order_relaxed);
+  } else {
+    return false;
+  }
+  return true;
+}
 
 }  // namespace stepwell

@@ -6,6 +6,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
+#include <vector>
 
 namespace stepwell {
 
@@ -19,6 +21,9 @@ void hash_chain(const uint8_t* prior, const int32_t* tokens, size_t pages, size_
 
 // "sha-ni", "armv8-sha2", "portable".
 const char* sha256_implementation() noexcept;
-void sha256_portable(const void* data, size_t bytes, uint8_t digest[kDigestBytes]) noexcept;
+// All that this machine can run, the one it runs by itself first.
+std::vector<std::string_view> sha256_implementations();
+// For tests: the process hashes by this one from now on. False: this machine cannot.
+bool use_sha256(std::string_view implementation) noexcept;
 
 }  // namespace stepwell

@@ -130,10 +130,19 @@ void bind_checksums(nb::module_& module) {
   module.def("crc32c_combine", &crc32c_combine, nb::arg("crc_a"), nb::arg("crc_b"), nb::arg("bytes_b"),
              "Return the CRC-32C of A|B from those of A and B.");
   module.def("crc32c_implementation", &crc32c_implementation, "Name the CRC-32C implementation of this machine.");
+  module.def("crc32c_implementations", &crc32c_implementations,
+             "Name all that this machine can run, its own choice first.");
+  module.def("use_crc32c", &use_crc32c, nb::arg("implementation"),
+             "Compute and copy by this implementation from now on, in all of the process. False: this machine cannot. "
+             "For tests.");
 }
 
 void bind_hashing(nb::module_& module) {
   module.def("sha256_implementation", &sha256_implementation, "Name the SHA-256 implementation of this machine.");
+  module.def("sha256_implementations", &sha256_implementations,
+             "Name all that this machine can run, its own choice first.");
+  module.def("use_sha256", &use_sha256, nb::arg("implementation"),
+             "Hash by this implementation from now on, in all of the process. False: this machine cannot. For tests.");
   module.def(
       "sha256",
       [](const nb::bytes& data) {

@@ -13,6 +13,7 @@
 #include "copy.h"
 #include "crc32c.h"
 #include "guard.h"
+#include "implementations.h"
 
 using namespace stepwell;
 
@@ -83,53 +84,57 @@ std::vector<std::byte*> canonical(const Drawn& drawn, uint64_t slot, uint32_t la
 }  // namespace
 
 TEST_CASE("gather delivers the canonical bytes and their checksum, from any layout") {
-  std::mt19937 random(1);
-  for (int round = 0; round < 60; ++round) {
-    CAPTURE(round);
-    const Drawn drawn = draw(random);
-    const PageShape shape = shape_of(drawn.layer_bytes);
-    const PoolLayout pool(shape, drawn.streams, drawn.views, drawn.slots, false);
-    const uint64_t slot = random() % drawn.slots;
-    for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
-      std::vector<std::byte> expected, target(shape.layer_bytes(layer) + 8, std::byte{0xee});
-      for (const std::byte* byte : canonical(drawn, slot, layer)) expected.push_back(*byte);
-      uint32_t crc = 77;
-      REQUIRE(pool.gather_layer(slot, layer, target.data(), &crc, false) == Status::kOk);
-      copy_fence();
-      REQUIRE(crc == crc32c_portable(77, expected.data(), expected.size()));
-      expected.resize(target.size(), std::byte{0xee});
-      REQUIRE(target == expected);
-      std::vector<std::byte> plain(target.size(), std::byte{0xee});
-      REQUIRE(pool.gather_layer(slot, layer, plain.data(), nullptr, false) == Status::kOk);
-      copy_fence();
-      REQUIRE(plain == expected);
+  by_each_crc32c([] {
+    std::mt19937 random(1);
+    for (int round = 0; round < 60; ++round) {
+      CAPTURE(round);
+      const Drawn drawn = draw(random);
+      const PageShape shape = shape_of(drawn.layer_bytes);
+      const PoolLayout pool(shape, drawn.streams, drawn.views, drawn.slots, false);
+      const uint64_t slot = random() % drawn.slots;
+      for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+        std::vector<std::byte> expected, target(shape.layer_bytes(layer) + 8, std::byte{0xee});
+        for (const std::byte* byte : canonical(drawn, slot, layer)) expected.push_back(*byte);
+        uint32_t crc = 77;
+        REQUIRE(pool.gather_layer(slot, layer, target.data(), &crc, false) == Status::kOk);
+        copy_fence();
+        REQUIRE(crc == crc32c_portable(77, expected.data(), expected.size()));
+        expected.resize(target.size(), std::byte{0xee});
+        REQUIRE(target == expected);
+        std::vector<std::byte> plain(target.size(), std::byte{0xee});
+        REQUIRE(pool.gather_layer(slot, layer, plain.data(), nullptr, false) == Status::kOk);
+        copy_fence();
+        REQUIRE(plain == expected);
+      }
     }
-  }
+  });
 }
 
 TEST_CASE("scatter writes the canonical bytes into the slot and nothing beside them") {
-  std::mt19937 random(2);
-  for (int round = 0; round < 60; ++round) {
-    CAPTURE(round);
-    Drawn drawn = draw(random);
-    const PageShape shape = shape_of(drawn.layer_bytes);
-    const PoolLayout pool(shape, drawn.streams, drawn.views, drawn.slots, true);
-    const uint64_t slot = random() % drawn.slots;
-    for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
-      std::vector<std::byte> source(shape.layer_bytes(layer));
-      for (std::byte& byte : source) byte = static_cast<std::byte>(random());
-      const std::vector<std::byte> before = drawn.memory;
-      uint32_t crc = 0;
-      REQUIRE(pool.scatter_layer(slot, layer, source.data(), round % 2 ? &crc : nullptr, false) == Status::kOk);
-      copy_fence();
-      if (round % 2) REQUIRE(crc == crc32c_portable(0, source.data(), source.size()));
-      std::vector<std::byte> expected = before;
-      const auto places = canonical(drawn, slot, layer);
-      for (size_t i = 0; i < places.size(); ++i)
-        expected[static_cast<size_t>(places[i] - drawn.memory.data())] = source[i];
-      REQUIRE(drawn.memory == expected);
+  by_each_crc32c([] {
+    std::mt19937 random(2);
+    for (int round = 0; round < 60; ++round) {
+      CAPTURE(round);
+      Drawn drawn = draw(random);
+      const PageShape shape = shape_of(drawn.layer_bytes);
+      const PoolLayout pool(shape, drawn.streams, drawn.views, drawn.slots, true);
+      const uint64_t slot = random() % drawn.slots;
+      for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
+        std::vector<std::byte> source(shape.layer_bytes(layer));
+        for (std::byte& byte : source) byte = static_cast<std::byte>(random());
+        const std::vector<std::byte> before = drawn.memory;
+        uint32_t crc = 0;
+        REQUIRE(pool.scatter_layer(slot, layer, source.data(), round % 2 ? &crc : nullptr, false) == Status::kOk);
+        copy_fence();
+        if (round % 2) REQUIRE(crc == crc32c_portable(0, source.data(), source.size()));
+        std::vector<std::byte> expected = before;
+        const auto places = canonical(drawn, slot, layer);
+        for (size_t i = 0; i < places.size(); ++i)
+          expected[static_cast<size_t>(places[i] - drawn.memory.data())] = source[i];
+        REQUIRE(drawn.memory == expected);
+      }
     }
-  }
+  });
 }
 
 TEST_CASE("a slot or layer out of range, or a scatter into a read-only pool, is invalid and copies nothing") {
