@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel_kit import CHECKSUMS, EDGES, HASHES, Guarded, checksums_by, crc32c
 from stepwell import _core
 
 Bytes = npt.NDArray[np.uint8]
@@ -68,15 +69,55 @@ def test_crc32c_has_its_known_value() -> None:
     assert _core.crc32c(b"") == 0
 
 
-@given(st.binary(max_size=5000), st.binary(max_size=5000), st.integers(0, 2**32 - 1))
-def test_checksums_in_parts_combined_and_copied_are_one_value(a: bytes, b: bytes, crc: int) -> None:
-    whole = _core.crc32c_portable(a + b, crc)
-    assert _core.crc32c(a + b, crc) == whole
-    assert _core.crc32c(b, _core.crc32c(a, crc)) == whole
-    assert _core.crc32c_combine(_core.crc32c(a, crc), _core.crc32c(b), len(b)) == whole
-    target = np.zeros(len(a), np.uint8)
-    assert _core.crc32c_copy(target, np.frombuffer(a, np.uint8), crc) == _core.crc32c(a, crc)
-    assert target.tobytes() == a
+SIZES = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(max(0, edge - 70), edge + 70)) | st.integers(0, 9000)
+PLACES = st.integers(0, 63)
+
+
+@pytest.mark.parametrize("implementation", CHECKSUMS)
+@given(SIZES, PLACES, PLACES, st.integers(0, 2**32 - 1))
+def test_a_copy_of_any_size_and_alignment_writes_its_bytes_and_no_other_and_returns_their_checksum(
+    implementation: str, size: int, from_place: int, to_place: int, crc: int
+) -> None:
+    source, target = Guarded(size, from_place), Guarded(size, to_place)
+    source.fill(np.random.default_rng(size))
+    before, expected = source.whole.copy(), target.whole.copy()
+    expected[target.first : target.first + size] = source.inside
+    with checksums_by(implementation):
+        assert _core.crc32c_copy(target.inside, source.inside, crc) == crc32c(source.inside.tobytes(), crc)
+        assert np.array_equal(target.whole, expected)
+        target.inside[:] = 0
+        _core.stream_copy(target.inside, source.inside)
+        assert np.array_equal(target.whole, expected)
+        assert np.array_equal(source.whole, before)
+
+
+@pytest.mark.parametrize("implementation", CHECKSUMS)
+@given(SIZES, SIZES, PLACES, st.integers(0, 2**32 - 1))
+def test_a_checksum_is_that_of_the_definition_whether_made_at_once_in_parts_or_joined(
+    implementation: str, first: int, second: int, place: int, crc: int
+) -> None:
+    memory = Guarded(first + second, place)
+    memory.fill(np.random.default_rng(first))
+    whole = crc32c(memory.inside.tobytes(), crc)
+    a, b = memory.inside[:first], memory.inside[first:]
+    with checksums_by(implementation):
+        assert _core.crc32c(memory.inside, crc) == whole
+        assert _core.crc32c(memory.inside.tobytes(), crc) == whole
+        assert _core.crc32c(b, _core.crc32c(a, crc)) == whole
+        assert _core.crc32c_combine(_core.crc32c(a, crc), _core.crc32c(b), second) == whole
+
+
+def test_a_way_to_compute_that_the_machine_has_not_is_refused() -> None:
+    for use, implementation, implementations in (
+        (_core.use_crc32c, _core.crc32c_implementation, CHECKSUMS),
+        (_core.use_sha256, _core.sha256_implementation, HASHES),
+    ):
+        assert implementation() == implementations[0]
+        assert not use("abacus")
+        assert implementation() == implementations[0]
+        for name in reversed(implementations):
+            assert use(name)
+            assert implementation() == name
 
 
 def test_a_copy_between_arrays_of_different_size_or_into_a_read_only_one_is_refused() -> None:
@@ -89,15 +130,6 @@ def test_a_copy_between_arrays_of_different_size_or_into_a_read_only_one_is_refu
     with pytest.raises(TypeError):
         _core.stream_copy(target, np.ones(8, np.uint8))
     assert not target.any()
-
-
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 1023, 1024, 1025, 65536, 300001])
-def test_stream_copy_copies(size: int) -> None:
-    source = random_bytes(size + 5)
-    target = np.zeros(size + 3, np.uint8)
-    _core.stream_copy(target[3:], source[5:])
-    assert np.array_equal(target[3:], source[5:])
-    assert not target[:3].any()
 
 
 def test_statuses_are_numbered_and_named_as_in_the_core() -> None:
@@ -143,55 +175,14 @@ def test_layer_checksum_is_that_of_the_format(
         + bytes([len(key)])
         + key
     )
-    assert seed == _core.crc32c_portable(prefix)
+    assert seed == crc32c(prefix)
     message = prefix + layer.to_bytes(4, "little") + data
-    assert _core.layer_checksum(
-        seed, layer, np.frombuffer(data, np.uint8)
-    ) == _core.crc32c_portable(message)
+    assert _core.layer_checksum(seed, layer, np.frombuffer(data, np.uint8)) == crc32c(message)
 
 
 def test_a_key_of_more_than_64_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="65 bytes"):
         _core.page_seed(_core.PageShape([1], bytes(32)), bytes(65))
-
-
-LAYOUTS = {
-    "layer, stream, slot, token, head": (0, 1, 2, 3, 4, 5),
-    "slot first": (2, 0, 1, 3, 4, 5),
-    "heads before tokens": (0, 1, 2, 4, 3, 5),
-    "token before slot": (3, 0, 1, 4, 2, 5),
-}
-
-
-@pytest.mark.parametrize("order", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_of_a_pool_gives_the_same_page(order: tuple[int, ...]) -> None:
-    dims = (3, 2, 4, 5, 3, 8)
-    values = np.random.default_rng(1).integers(0, 2**16, dims, np.uint16).view(np.float16)
-    stored = np.ascontiguousarray(values.transpose(order))
-    pool = pool_over(stored.transpose(np.argsort(order)))
-    for slot in range(dims[2]):
-        expected = np.ascontiguousarray(values[:, :, slot]).view(np.uint8).reshape(-1)
-        page = np.zeros(expected.size, np.uint8)
-        checksums = pool.gather(slot, page)
-        assert np.array_equal(page, expected)
-        layers = np.split(expected, dims[0])
-        assert checksums.tolist() == [_core.crc32c(layer) for layer in layers]
-
-
-def test_scatter_brings_a_gathered_page_into_another_layout() -> None:
-    dims = (2, 2, 3, 16, 4, 64)
-    source = np.random.default_rng(2).integers(0, 2**16, dims, np.uint16).view(np.float16)
-    target = np.zeros((2, 2, 3, 4, 16, 64), np.float16).transpose(0, 1, 2, 4, 3, 5)
-    page = np.zeros(2 * 2 * 16 * 4 * 64 * 2, np.uint8)
-    gathered = pool_over(source).gather(1, page)
-    unchecked = np.zeros_like(page)
-    pool_over(source).gather_unchecked(1, unchecked)
-    assert np.array_equal(page, unchecked)
-    scattered = pool_over(target).scatter(2, page)
-    pool_over(target).scatter_unchecked(2, page)
-    assert gathered.tolist() == scattered.tolist()
-    assert np.array_equal(target[:, :, 2].view(np.uint16), source[:, :, 1].view(np.uint16))
-    assert not target[:, :, :2].view(np.uint16).any()
 
 
 def test_a_pool_refuses_what_does_not_fit_it() -> None:

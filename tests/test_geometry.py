@@ -8,13 +8,20 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepwell import _core
 from stepwell.errors import GeometryError
 from stepwell.geometry import ITEMSIZES, PageGeometry
 
+# Of one size each: which of two formats of eight bits a value has is a matter of the fingerprint alone.
+NUMPY_DTYPES = {
+    "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16,
+    "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "int8": np.int8, "uint8": np.uint8,
+}  # fmt: skip
 BASE: dict[str, Any] = {
     "model": "llama-3.1-8b",
     "revision": "r1",
@@ -54,6 +61,34 @@ def test_an_opaque_page_has_pieces_of_64_kib_the_last_one_shorter() -> None:
     whole = PageGeometry.opaque(131072, page_tokens=64, fingerprint={"model": "m"})
     assert whole.layer_bytes == (65536, 65536)
     assert PageGeometry.opaque(1, page_tokens=1, fingerprint={"m": ""}).layer_bytes == (1,)
+
+
+@given(
+    st.sampled_from(sorted(ITEMSIZES)),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 200)), min_size=1, max_size=5),
+    st.booleans(), st.integers(1, 2), st.integers(1, 33), st.integers(0, 3),
+)  # fmt: skip
+def test_sizes_are_those_of_numpys_arrays(
+    dtype: str, pairs: list[tuple[int, int]], is_alike: bool, streams: int, page_tokens: int, rank: int
+) -> None:
+    pairs = pairs[:1] * len(pairs) if is_alike else pairs
+    it = geometry(
+        layers=len(pairs), kv_heads=pairs[0][0], head_dim=pairs[0][1], dtype=dtype, page_tokens=page_tokens,
+        streams=streams, layer_head_dims=None if is_alike else tuple(pairs), shard=(rank, 4),
+    )  # fmt: skip
+    layers = [np.empty((streams, page_tokens, heads, dim), NUMPY_DTYPES[dtype]) for heads, dim in pairs]
+    assert it.layer_bytes == tuple(layer.nbytes for layer in layers)
+    assert it.page_bytes == sum(layer.nbytes for layer in layers)
+    assert it.itemsize == layers[0].itemsize
+    shape = _core.PageShape(list(it.layer_bytes), it.fingerprint())
+    assert (shape.layers, shape.page_bytes, tuple(shape.layer_bytes)) == (it.layers, it.page_bytes, it.layer_bytes)
+
+
+@given(st.integers(1, 400_000))
+def test_the_pieces_of_an_opaque_page_are_its_bytes_cut_every_64_kib(page_bytes: int) -> None:
+    it = PageGeometry.opaque(page_bytes, page_tokens=1, fingerprint={"m": 1})
+    row = np.empty(page_bytes, np.uint8)
+    assert it.layer_bytes == tuple(row[at : at + 65536].nbytes for at in range(0, page_bytes, 65536))
 
 
 VARIANTS = [

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel_kit import HASHES, hashes_by
 from stepwell import _core
 from stepwell.errors import TokenError
 from stepwell.hashing import as_tokens, namespace_seed, prefix_hashes
@@ -57,19 +58,35 @@ def as_list(hashes: np.ndarray) -> list[bytes]:
     return [row.tobytes() for row in hashes]
 
 
+@pytest.mark.parametrize("implementation", HASHES)
 @given(
     st.lists(TOKENS, max_size=200),
     st.integers(1, 70),
     st.none() | st.binary(min_size=32, max_size=32),
+    st.integers(0, 15),
 )
 def test_prefix_hashes_are_the_chain_of_hashlib(
-    tokens: list[int], page_tokens: int, seed: bytes | None
+    implementation: str, tokens: list[int], page_tokens: int, seed: bytes | None, place: int
 ) -> None:
-    expected = chain(tokens, page_tokens, seed)
-    hashes = prefix_hashes(tokens, page_tokens=page_tokens, seed=seed)
+    memory = np.zeros(place + len(tokens), np.int32)  # wherever the first token lies
+    memory[place:] = tokens
+    with hashes_by(implementation):
+        hashes = prefix_hashes(memory[place:], page_tokens=page_tokens, seed=seed)
     assert hashes.dtype == np.uint8
     assert hashes.shape == (len(tokens) // page_tokens, 32)
-    assert as_list(hashes) == expected
+    assert as_list(hashes) == chain(tokens, page_tokens, seed)
+
+
+@pytest.mark.parametrize("implementation", HASHES)
+def test_a_page_of_any_number_of_tokens_is_hashed_as_hashlib_does(implementation: str) -> None:
+    """Around every block of SHA-256, with and without 32 bytes of the page before: that shifts all blocks."""
+    tokens = np.random.default_rng(1).integers(0, 2**31, 3 * 80, np.int32)
+    with hashes_by(implementation):
+        for page_tokens in range(1, 81):
+            for seed in (None, b"\xa5" * 32):
+                chosen = tokens[: 3 * page_tokens]
+                hashes = prefix_hashes(chosen, page_tokens=page_tokens, seed=seed)
+                assert as_list(hashes) == chain(chosen.tolist(), page_tokens, seed)
 
 
 def test_golden_vectors_stay() -> None:
@@ -219,9 +236,12 @@ def test_a_seed_or_page_size_that_cannot_be_is_refused() -> None:
         prefix_hashes([1], page_tokens=0)
 
 
-@given(st.binary(max_size=300))
-def test_sha256_is_that_of_hashlib(data: bytes) -> None:
-    assert _core.sha256(data) == hashlib.sha256(data).digest()
+@pytest.mark.parametrize("implementation", HASHES)
+def test_sha256_is_that_of_hashlib_at_every_length(implementation: str) -> None:
+    data = np.random.default_rng(2).integers(0, 256, 1000, np.uint8).tobytes()
+    with hashes_by(implementation):
+        for size in [*range(301), 511, 512, 513, 1000]:
+            assert _core.sha256(data[:size]) == hashlib.sha256(data[:size]).digest()
 
 
 def test_hashing_releases_the_gil() -> None:

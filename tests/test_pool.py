@@ -1,4 +1,4 @@
-"""Memory that a caller lends: whatever its layout, its pages are the same; what does not fit is refused."""
+"""Memory that a caller lends: what can be lent, and how what does not fit is refused (layouts: test_kernels.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from stepwell.store import PageStore
 from store_kit import (
     AXES,
     GEOMETRY,
-    PAGE_BYTES,
     PAGE_TOKENS,
     SHARED_ONLY,
     Directories,
@@ -24,84 +23,7 @@ from store_kit import (
 )
 
 SHAPE = _core.PageShape(list(GEOMETRY.layer_bytes), GEOMETRY.fingerprint())
-SLOTS, PAGES = 10, 6
-SIZES = {"layer": 2, "stream": 2, "slot": SLOTS, "token": PAGE_TOKENS, "head": 2, "dim": 32}
-CHOSEN = [9, 0, 4, 3, 7, 1]
-
-
-def canonical(arrays: list[np.ndarray], names: tuple[str, ...], missing: tuple[str, ...]) -> np.ndarray:
-    """Return rows of canonical page bytes of arrays whose axes have these names, by plain numpy."""
-    whole = np.stack(arrays).reshape(*[SIZES[name] for name in missing], *arrays[0].shape)
-    order = [(*missing, *names).index(name) for name in ("slot", "layer", "stream", "token", "head", "dim")]
-    return np.ascontiguousarray(whole.transpose(order)).reshape(SLOTS, PAGE_BYTES)
-
-
-LAYOUTS = [
-    "layer stream slot token head dim",
-    "slot layer stream token head dim",
-    "stream layer slot head token dim",
-    "layer slot token stream head dim",
-    "stream slot token head dim",  # an array a layer
-    "layer slot token head dim",  # an array a stream
-    "slot token head dim",  # an array a layer and stream
-    "token head slot dim",
-]
-
-
-@pytest.mark.parametrize("axes", LAYOUTS)
-def test_pages_are_the_same_whatever_the_layout_of_the_pool(open_rig: OpenRig, axes: str) -> None:
-    rig = open_rig(**SHARED_ONLY)
-    names = tuple(axes.split())
-    missing = tuple(name for name in ("layer", "stream") if name not in names)
-    count = int(np.prod([SIZES[name] for name in missing], dtype=int))
-    random = np.random.default_rng(1)
-    arrays = [random.integers(0, 256, [SIZES[n] for n in names], dtype=np.uint8) for _ in range(count)]
-    expected = canonical(arrays, names, missing)[CHOSEN]
-    pool = rig.store.lend(arrays if count > 1 else arrays[0], axes=axes)
-    rig.store.save(chain(1, PAGES), source=pool[CHOSEN]).transfer.wait()
-    with rig.store.match(chain(1, PAGES)) as match:
-        assert rig.store.load(match, into=rig.pool[:PAGES]).result(timeout=30.0) == PAGES
-        assert np.array_equal(rig.rows[:PAGES], expected)
-        before = [array.copy() for array in arrays]
-        for array in arrays:
-            array[:] = 0x55
-        assert rig.store.load(match, into=pool[CHOSEN], order="layer").result(timeout=30.0) == PAGES
-    after = canonical(arrays, names, missing)
-    assert np.array_equal(after[CHOSEN], canonical(before, names, missing)[CHOSEN])
-    assert (np.delete(after, CHOSEN, axis=0) == 0x55).all()  # slots that were not named are not touched
-
-
-def test_a_pool_with_gaps_is_read_and_written_in_place_and_its_gaps_are_left_alone(open_rig: OpenRig) -> None:
-    rig = open_rig(**SHARED_ONLY)
-    wide = np.full((SLOTS, 2, 2, PAGE_TOKENS, 3, 40), 0x77, np.uint8)
-    view = wide[..., :2, 4:36]
-    rig.save(chain(1, PAGES))
-    with rig.store.match(chain(1, PAGES)) as match:
-        rig.store.load(match, into=rig.store.lend(view, axes=AXES)[:PAGES]).result(timeout=30.0)
-    assert np.array_equal(view[:PAGES].reshape(PAGES, PAGE_BYTES), stamps(chain(1, PAGES)))
-    view[:PAGES] = 0x77
-    assert (wide == 0x77).all()
-
-
-def test_pointers_lend_memory_that_has_no_array(open_rig: OpenRig) -> None:
-    rig = open_rig(**SHARED_ONLY)
-    rig.save(chain(1, PAGES))
-    memory = np.zeros((2, 2, SLOTS, PAGE_TOKENS, 2, 32), np.uint8)
-    stream_bytes = memory.strides[1]
-    pool = rig.store.lend(
-        PoolPointers(
-            base=(memory.ctypes.data + stream_bytes * np.arange(4)).astype(np.uint64),
-            slot_stride=memory.strides[2],
-            token_stride=memory.strides[3],
-            head_stride=memory.strides[4],
-            slots=SLOTS,
-            owner=memory,
-        )
-    )
-    with rig.store.match(chain(1, PAGES)) as match:
-        assert rig.store.load(match, into=pool[CHOSEN]).result(timeout=30.0) == PAGES
-    rows = memory.transpose(2, 0, 1, 3, 4, 5).reshape(SLOTS, PAGE_BYTES)
-    assert np.array_equal(rows[CHOSEN], stamps(chain(1, PAGES)))
+SLOTS = 10
 
 
 @pytest.mark.parametrize("page_bytes", [1, 511, 4095, 4097, 65536, 65537, 200_003])
@@ -134,25 +56,6 @@ def _tier(name: str) -> int:
     from stepwell.index import Tier
 
     return Tier[name.upper()]
-
-
-def test_layers_of_different_sizes_round_trip(directories: Directories) -> None:
-    geometry = PageGeometry(
-        model="m", revision="r", layers=3, kv_heads=4, head_dim=8, dtype="float32", page_tokens=3,
-        layer_head_dims=((1, 8), (4, 2), (2, 5)),
-    )  # fmt: skip
-    config = StoreConfig(geometry=geometry, shared=SharedTier("1MiB", str(directories.shared), volume_bytes="1MiB"))
-    random = np.random.default_rng(0)
-    arrays = [
-        random.random((5, 3, heads, dim), dtype=np.float32) for heads, dim in geometry.head_dims for _ in range(2)
-    ]
-    copies = [np.zeros_like(array) for array in arrays]
-    with PageStore(config) as store:
-        store.save(chain(1, 5)[:15], source=store.lend(arrays)[:]).transfer.result(timeout=30.0)
-        with store.match(chain(1, 5)[:15]) as match:
-            assert store.load(match, into=store.lend(copies)[:], order="layer").result(timeout=30.0) == 5
-    for array, copy in zip(arrays, copies, strict=True):
-        assert np.array_equal(array, copy)
 
 
 def test_a_memoryview_and_a_dlpack_array_can_be_lent() -> None:

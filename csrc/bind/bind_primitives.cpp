@@ -101,10 +101,6 @@ void bind_checksums(nb::module_& module) {
       },
       nb::arg("data"), nb::arg("crc") = 0, "Continue a CRC-32C over `data: uint8[n]`.");
   module.def(
-      "crc32c_portable",
-      [](const nb::bytes& data, uint32_t crc) { return crc32c_portable(crc, data.data(), data.size()); },
-      nb::arg("data"), nb::arg("crc") = 0, "Continue a CRC-32C by table: the oracle of the fast implementations.");
-  module.def(
       "crc32c_copy",
       [](MutableBytes target, Bytes source, uint32_t crc) {
         require_same_size(target.size(), source.size());
