@@ -229,6 +229,35 @@ def test_scatter_writes_the_page_that_numpy_writes_and_touches_nothing_else(
     assert np.array_equal(source.whole, given_page)
 
 
+@settings(max_examples=30)
+@given(
+    st.sampled_from((1, 63, 64, 65_535, 65_536, 65_537, 131_073)) | st.integers(1, 3000), st.integers(0, 70), PLACES,
+    st.booleans(), st.booleans(), st.integers(0, 2), st.sampled_from(CHECKSUMS),
+)  # fmt: skip
+def test_an_opaque_page_is_copied_as_it_lies_and_checked_in_pieces(
+    page_bytes: int, gap: int, place: int, is_signed: bool, is_backwards: bool, slot: int, implementation: str
+) -> None:
+    it = PageGeometry.opaque(page_bytes, page_tokens=1, fingerprint={"of": "test"})
+    memory, page = Guarded(3 * (page_bytes + gap), place), Guarded(page_bytes, 63 - place)
+    memory.fill(np.random.default_rng(page_bytes))
+    rows = memory.inside.reshape(3, -1)[:: -1 if is_backwards else 1, :page_bytes]
+    pool = core_pool(lend(it, shape_of(it), rows.view(np.int8) if is_signed else rows))
+    expected = page.whole.copy()
+    expected[page.first : page.first + page_bytes] = rows[slot]
+    with checksums_by(implementation):
+        checksums = pool.gather(slot, page.inside)
+        assert np.array_equal(page.whole, expected)
+        pieces = [rows[slot, at : at + 65536].tobytes() for at in range(0, page_bytes, 65536)]
+        assert checksums.tolist() == [crc32c(piece) for piece in pieces]
+        page.inside[:] ^= 0x5A
+        after = memory.whole.copy()
+        after[memory.first : memory.first + memory.inside.size].reshape(3, -1)[
+            2 - slot if is_backwards else slot, :page_bytes
+        ] ^= 0x5A
+        pool.scatter(slot, page.inside)
+    assert np.array_equal(memory.whole, after)
+
+
 AXES = ("layer", "stream", "slot", "token", "head", "dim")
 ORDERS = [
     order

@@ -158,6 +158,7 @@ def test_the_tree_has_the_pages_and_the_edges_of_the_sorted_list(seed: int) -> N
         pair.drain()
     except BaseException:
         print(f"seed {seed}, steps {pair.log}")
+        print(f"replay: pytest '{__file__}::test_the_tree_has_the_pages_and_the_edges_of_the_sorted_list[{seed}]'")
         raise
 
 

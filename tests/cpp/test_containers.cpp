@@ -180,12 +180,36 @@ TEST_CASE("the page table finds a page by key, kind and epoch, whatever else is 
   }
 }
 
+TEST_CASE("pages of one key but of two kinds or epochs are told apart where both are hashed to one place") {
+  // Found by search: the first eight bytes of a key whose 32-bit hashes are equal for kinds 1 and 2, and for epochs 0
+  // and 1. Where the hash changes, this test passes without meaning anything.
+  const auto key_of_head = [](uint64_t head) {
+    Key key;
+    key.length = sizeof head;
+    std::memcpy(key.bytes.data(), &head, sizeof head);
+    return key;
+  };
+  const Key kinds = key_of_head(0x5a5a5a5af706dfe4u), epochs = key_of_head(0x5a5a5a5a3265edfeu);
+  PageTable table(1);
+  const PageId first = table.create(kinds, 1, 0), old = table.create(epochs, 1, 0);
+  CHECK(table.find(kinds, 2, 0) == UINT32_MAX);
+  CHECK(table.find(epochs, 1, 1) == UINT32_MAX);
+  const PageId second = table.create(kinds, 2, 0), now = table.create(epochs, 1, 1);
+  CHECK((table.find(kinds, 1, 0) == first && table.find(kinds, 2, 0) == second));
+  CHECK((table.find(epochs, 1, 0) == old && table.find(epochs, 1, 1) == now));
+  table.destroy(first);
+  table.destroy(old);
+  CHECK((table.find(kinds, 1, 0) == UINT32_MAX && table.find(kinds, 2, 0) == second));
+  CHECK((table.find(epochs, 1, 0) == UINT32_MAX && table.find(epochs, 1, 1) == now));
+}
+
 TEST_CASE("a free map is a set that grows, and after seek the next takes are the run that there is") {
   for (uint32_t seed = 0; seed < 30; ++seed) {
     CAPTURE(seed);
     std::mt19937 random(seed);
     FreeMap map;
     std::set<uint32_t> is_free;
+    uint32_t cursor = 0;  // behind the last that was taken
     for (int step = 0; step < 1500; ++step) {
       const uint32_t choice = random() % 12;
       if (choice == 0 && map.size() < 700) {
@@ -193,30 +217,29 @@ TEST_CASE("a free map is a set that grows, and after seek the next takes are the
         for (uint32_t i = 0; i < count; ++i) is_free.insert(map.size() + i);
         map.grow(count);
       } else if (choice <= 3) {
-        // Some runs begin and end inside a word, some cover several.
-        const uint32_t want = random() % 2 == 0 ? 1 + random() % 10 : 1 + random() % 200;
+        // Some runs begin and end inside a word, some cover several. They are looked for from the word of the last take
+        // on, and not across the end: one that began before that word counts as two.
+        const uint32_t want = random() % 2 == 0 ? 2 + random() % 9 : 2 + random() % 200;
         uint32_t longest = 0, run = 0, before = FreeMap::kNone;
         for (const uint32_t index : is_free) {
-          run = before != FreeMap::kNone && index == before + 1 ? run + 1 : 1;
+          run = before != FreeMap::kNone && index == before + 1 && index != cursor / 64 * 64 ? run + 1 : 1;
           longest = std::max(longest, run);
           before = index;
         }
         map.seek(want);
-        if (want == 1) continue;  // any will do
-        uint32_t first = 0;
-        // A run is looked for from where the last take was, and not across the end: it may be a shorter one than the
-        // longest only where that was cut in two.
-        const uint32_t expected = std::min(want, longest);
-        for (uint32_t i = 0; i < (expected + 1) / 2; ++i) {
+        for (uint32_t i = 0, first = 0; i < std::min(want, longest); ++i) {
           const uint32_t index = map.take();
           REQUIRE(is_free.erase(index) == 1);
           if (i == 0) first = index;
           REQUIRE(index == first + i);
+          cursor = index + 1;
         }
       } else if (choice <= 7) {
         const uint32_t index = map.take();
         REQUIRE((index == FreeMap::kNone) == is_free.empty());
-        if (index != FreeMap::kNone) REQUIRE(is_free.erase(index) == 1);
+        if (index == FreeMap::kNone) continue;
+        REQUIRE(is_free.erase(index) == 1);
+        cursor = index + 1;
       } else if (choice == 8 && !is_free.empty()) {
         const auto any = std::next(is_free.begin(), static_cast<ptrdiff_t>(random() % is_free.size()));
         map.take_at(*any);
