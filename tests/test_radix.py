@@ -94,11 +94,17 @@ def lies(draw: st.DrawFn) -> tuple[int, list[list[int]], list[tuple[int, int, in
     page_tokens = draw(st.integers(1, 2))
     tail = st.lists(st.integers(0, 1), min_size=5 * page_tokens, max_size=7 * page_tokens)
     chains = [[c, *draw(tail)] for c in (0, 1)]
-    one = st.tuples(
-        st.integers(0, 1), st.integers(0, 4), st.integers(0, 1), st.integers(0, 4), st.integers(0, 2),
-        st.sampled_from([0, 1, 2, 3, 4, 5, 2**31, NO_PAGE]),
-    )  # fmt: skip
-    return page_tokens, chains, draw(st.lists(one, min_size=1, max_size=12))
+    # Most are wrong together: every depth too high by as much, so that the records agree with one another.
+    shift = draw(st.sampled_from([0, 1, 5]))
+    records = []
+    for _ in range(draw(st.integers(1, 12))):
+        c, p = draw(st.integers(0, 1)), draw(st.integers(0, 4))
+        if draw(st.integers(0, 2)):
+            records.append((c, p, c, max(p - 1, 0), m.KNOWN if p > 0 else m.UNKNOWN, p + shift))
+        else:
+            depth = draw(st.sampled_from([0, 1, 2, 3, 4, 5, 2**31, NO_PAGE]))
+            records.append((c, p, draw(st.integers(0, 1)), draw(st.integers(0, 4)), draw(st.integers(0, 2)), depth))
+    return page_tokens, chains, records
 
 
 @given(lies(), st.randoms(use_true_random=False))
