@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from stepwell.clock import SystemClock
 from stepwell.config import DiskTier, SharedTier
+from stepwell.errors import StepwellError
+from stepwell.testing import faults
 from stepwell.testing.contract import TierContract
 from stepwell.testing.faulty import FaultyTier, seeded
+from stepwell.testing.file_calls import Failure
 from stepwell.testing.own_tiers import GEOMETRY, OwnTier, page_shape
 from stepwell.testing.tier import Tier
 from stepwell.tiers.disk import DiskVolumes
@@ -37,22 +43,47 @@ def disk_volumes(directory: Path) -> Tier:
     return OwnTier(volumes, lasts=True)
 
 
+class CoreFailure(Failure):
+    """The nth call of the core's file layer fails."""
+
+    def fails(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> bool:
+        fault = faults.Fault("file.*", errno.EIO, self.nth)
+        try:
+            with fault:
+                call(*args, **kwargs)
+        except (OSError, StepwellError):
+            return True
+        finally:
+            self.reached = "file.*" if fault.has_fired else ""
+        return False
+
+
+class VolumesContract(TierContract):
+    """The calls that can fail are made in C++."""
+
+    examples = 20
+
+    def failures(self) -> Iterator[Failure]:
+        for nth in range(1, 1000):
+            failure = CoreFailure(nth)
+            yield failure
+            if not failure.reached:
+                return
+
+
 class TestHostSlab(TierContract):
     def make(self, directory: Path) -> Tier:
         return host_slab(directory)
 
 
-class TestSharedVolumes(TierContract):
+class TestSharedVolumes(VolumesContract):
     parent = Path("/dev/shm")
-    examples = 20
 
     def make(self, directory: Path) -> Tier:
         return shared_volumes(directory)
 
 
-class TestDiskVolumes(TierContract):
-    examples = 20
-
+class TestDiskVolumes(VolumesContract):
     def make(self, directory: Path) -> Tier:
         return disk_volumes(directory)
 

@@ -34,7 +34,11 @@ _MISSES: Final = frozenset({_core.Status.checksum.value, _core.Status.stale.valu
 
 @dataclass(slots=True)
 class _Held:
-    """A page that has a slot. lease: its pin once it is committed, so that it leaves only when it is freed."""
+    """A page that has a slot.
+
+    lease: its pin once it is committed, so that it leaves only when it is freed. is_leaving: the index has let it go,
+    and its record could not be written yet.
+    """
 
     key: bytes
     page_id: int
@@ -43,6 +47,7 @@ class _Held:
     data: bytes | None = None
     checksum: int = 0
     lease: int = 0
+    is_leaving: bool = False
 
 
 class OwnTier:
@@ -137,27 +142,19 @@ class OwnTier:
         """Load the page through the mover, which verifies it, and compare the caller's checksum too."""
         with self._lock:
             held = self._committed(slot)
-            page = self._read(held)
+            page = None if held.is_leaving else self._read(held)
             return page if page is not None and page_checksum(held.key, page) == held.checksum else None
 
     def free(self, slot: int) -> None:
         """Let the page go: of all that is resident it alone is not pinned; or mend its slot where it is quarantined."""
         with self._lock:
             held = self._committed(slot)
-            tier = self._tier.tier
-            self._index.release(held.lease)
-            slots = self._index.take_victims(tier, 2)
-            if slots.size:
-                if not isinstance(self._tier.medium, _core.Slab):
-                    self._tier.medium.retire(slots)
-            else:
-                pages, slots, numbers = self._index.claim_quarantined(tier, 2)
-                for page, real_slot, number in zip(pages, slots, numbers, strict=True):
-                    status = self._tier.medium.rewrite_and_check(int(real_slot))
-                    assert status == _core.Status.ok, f"a slot could not be mended: {status.name}"
-                    self._index.mend(int(page), tier, int(number), True)
-            assert slots.tolist() == [held.real_slot], f"slots {slots.tolist()} left, not {held.real_slot}"
-            self._index.free_slots(tier, slots)
+            if not held.is_leaving:
+                self._index.release(held.lease)
+                self._take_out(held)
+            self._retire(slot, held)
+            slots = np.array([held.real_slot], np.uint32)
+            self._index.free_slots(self._tier.tier, slots)
             del self._held[slot]
             assert self._index.check() == ""
 
@@ -174,7 +171,7 @@ class OwnTier:
                 return
             self._closed = True
             for held in self._held.values():
-                if held.lease:
+                if held.lease and not held.is_leaving:
                     self._index.release(held.lease)
             self._mover.drain(10.0, True)
             del self._mover
@@ -207,6 +204,26 @@ class OwnTier:
         taken = {other.real_slot for other in self._held.values()}
         assert held.real_slot not in taken, f"slot {held.real_slot} was given twice"
         return held
+
+    def _take_out(self, held: _Held) -> None:
+        """Have the one page that is not pinned leave the index, or its slot mended where the page is quarantined."""
+        tier = self._tier.tier
+        slots = self._index.take_victims(tier, 2)
+        if slots.size == 0:
+            pages, slots, numbers = self._index.claim_quarantined(tier, 2)
+            for page, real_slot, number in zip(pages, slots, numbers, strict=True):
+                status = self._tier.medium.rewrite_and_check(int(real_slot))
+                assert status == _core.Status.ok, f"a slot could not be mended: {status.name}"
+                self._index.mend(int(page), tier, int(number), True)
+        assert slots.tolist() == [held.real_slot], f"slots {slots.tolist()} left, not {held.real_slot}"
+
+    def _retire(self, slot: int, held: _Held) -> None:
+        """Write in the volume that the slot is free, so that nobody finds its page there again."""
+        held.is_leaving = True
+        if not isinstance(self._tier.medium, _core.Slab):
+            status = _core.Status(int(self._tier.medium.retire(np.array([held.real_slot], np.uint32))[0]))
+            if status != _core.Status.ok:
+                raise TierIOError(f"slot {slot} could not be retired: {status.name}")
 
     def _name(self, held: _Held) -> int:
         slot = next(number for number in range(self.capacity_pages) if number not in self._held)

@@ -203,6 +203,8 @@ class Trial:
 
     def adopt(self) -> None:
         """Learn by their keys in which slots the pages are now: a restart may move them."""
+        if not self.pages:
+            return
         at = {record.key: record.slot for record in self.tier.recover()}
         self.pages = {at.get(page.key, slot): page for slot, page in self.pages.items()}
 
