@@ -31,8 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         _OPTION,
         metavar="MODULE:MAKE",
-        help="hold the tiers that MAKE(directory: Path) returns to stepwell.testing.tier.Tier; other tests are run only "
-        "where they are named",
+        help="hold the tiers that MAKE(directory: Path) returns to stepwell.testing.tier.Tier; other tests run only "
+        "if they are named",
     )
     group.addoption(
         "--stepwell-examples",
