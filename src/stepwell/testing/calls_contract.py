@@ -31,6 +31,12 @@ class CallsContract(TierSuite):
 
     def test_claims_take_each_slot_once_until_the_tier_is_full(self) -> None:
         it = self.start()
+        pages = [it.page(number) for number in range(it.tier.capacity_pages)]
+        slots = [it.claim(page) for page in pages]
+        assert sorted(slots) == list(range(it.tier.capacity_pages)), f"one claim after the other was given {slots}"
+        assert it.tier.claim([b"one more"]) == Full(needed=1, free=0)
+        for slot in slots:
+            it.tier.abort(slot)
         it.fill(1)
         assert it.tier.claim([b"one more"]) == Full(needed=1, free=0)
         it.assert_whole()

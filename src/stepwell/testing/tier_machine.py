@@ -107,7 +107,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(target=slots, number=_NUMBERS)
     def put(self, number: int) -> MultipleResults[int]:
         """Claim, write and commit at once: what comes after that is had in fewer steps."""
-        claimed: MultipleResults[int] = self.claim([number])
+        claimed = self.claim([number])
+        assert isinstance(claimed, MultipleResults)
         for slot in claimed.values:
             self.write(slot, is_short=False)
             self.commit(slot, is_right=True)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,12 +34,17 @@ class Page:
     @property
     def data(self) -> bytes:
         """Its bytes."""
-        return random.Random(f"{self.number} {self.version}").randbytes(self.page_bytes)
+        return _bytes_of(self.number, self.version, self.page_bytes)
 
     @property
     def checksum(self) -> int:
         """What is given to commit()."""
         return page_checksum(self.key, self.data)
+
+
+@lru_cache(maxsize=256)
+def _bytes_of(number: int, version: int, count: int) -> bytes:
+    return random.Random(f"{number} {version}").randbytes(count)
 
 
 class PatientTier:
