@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from store_kit import Directories
 from tier_kit import changed, readme_tier, run_pytest
 
 FAULTS = {
@@ -90,9 +91,11 @@ def test_the_tier_of_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_tier_of_the_readme_is_found(fault: str, tmp_path: Path) -> None:
+def test_a_fault_in_the_tier_of_the_readme_is_found(fault: str, directories: Directories, tmp_path: Path) -> None:
     changes, finders = FAULTS[fault]
     (tmp_path / "mytier.py").write_text(changed(readme_tier(), *changes))
-    run = run_pytest(tmp_path, "--stepwell-tier", "mytier:DirectoryTier", "--stepwell-examples", "50", "--tb=short")
+    directories.shared.mkdir()
+    quick = ("--stepwell-directory", str(directories.shared), "--stepwell-examples", "50", "--tb=short")
+    run = run_pytest(tmp_path, "--stepwell-tier", "mytier:DirectoryTier", *quick)
     assert run.code == 1, run.output
     assert finders <= run.named("failed"), f"{sorted(finders - run.named('failed'))} passed"

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepwell.testing.tier import Tier
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -16,6 +18,13 @@ def readme_tier() -> str:
     section = README.read_text().partition("## Test a tier of your own\n")[2].partition("\n## ")[0]
     [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return str(code)
+
+
+def tier_class(code: str) -> type[Tier]:
+    """Return the class of a program like README's."""
+    names: dict[str, type[Tier]] = {}
+    exec(compile(code, str(README), "exec"), names)
+    return names["DirectoryTier"]
 
 
 def changed(code: str, *changes: tuple[str, str]) -> str:
