@@ -56,6 +56,22 @@ class MisuseContract(TierSuite):
         self._assert_free(it, slot)
         it.assert_whole()
 
+    def test_what_another_page_has_left_in_a_slot_is_not_committed(self) -> None:
+        it = self.start()
+        it.fill(1)
+        slot = next(iter(it.pages))
+        it.drop(slot)
+        for aborted in (it.page(1000), it.page(1001)):
+            page = it.page(2000)
+            assert it.claim(page) == slot, "one slot is free"
+            with it.refused("commit of a slot in which only the page before was written"):
+                it.tier.commit(slot, page.checksum)
+            it.tier.abort(slot)
+            it.claim(aborted)
+            it.tier.write(slot, aborted.data)
+            it.tier.abort(slot)
+        it.assert_whole()
+
     def test_a_key_that_is_here_is_refused(self) -> None:
         it = self.start()
         it.put(1)

@@ -7,7 +7,8 @@ is the index's. What is left to a tier is where its memory comes from and goes t
     tick -> called by the keeper: make room ahead of need, give back, keep order on disk
     close -> the memory is given up; what may outlive the process does
 
-`stepwell.testing.contract` is the suite that every tier passes, and that anyone can point at their own.
+The suites that every tier passes are `stepwell.testing.page_tier_contract`, and `stepwell.testing.contract`, which
+anyone can point at a tier of their own: what that must do is `stepwell.testing.tier.Tier`.
 """
 
 from __future__ import annotations
