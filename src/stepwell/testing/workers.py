@@ -132,9 +132,9 @@ class Watch:
         save, submit = store._copies.save, store._copies.submit
 
         def watched_save(
-            batch: _core.ClaimBatch, source: PoolSlice, turn: int, *, inbox: Inbox | None = None
+            batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: _core.Taken, *, inbox: Inbox | None = None
         ) -> Transfer | None:
-            transfer = save(batch, source, turn, inbox=inbox)
+            transfer = save(batch, source, turn, taken, inbox=inbox)
             seen.claims.append((batch, transfer))
             return transfer
 
