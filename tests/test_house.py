@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.shared",
         "tiers.disk",
         "tiers.device_queue",
+        "tiers.device_pool",
         "tiers.device",
     ),
     ("waker", "mover", "keeper", "stats", "events"),
@@ -410,7 +411,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_a_store_without_a_device_tier_loads_no_jax() -> None:
     assert "jax" not in loaded_after("import stepwell\nstepwell.PageStore, stepwell.load_settings")
-    assert "jax" in loaded_after("import stepwell\nstepwell.Sequence")
+    assert "jax" in loaded_after("import stepwell.tiers.device")
 
 
 # ---- C++ -------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,11 @@ from stepwell.pool import lend_canonical
 from stepwell.room import Room
 from stepwell.staging import Staging
 from stepwell.stats import Counters
-from stepwell.tiers.device import Arrays, DevicePool, StepHandle
+from stepwell.tiers.device_pool import LinearPool, StepHandle
 from stepwell.tiers.device_queue import GatherTicket, QueueFull, ScatterTicket, TicketState
+
+if TYPE_CHECKING:
+    from stepwell.tiers.device import Arrays, Handle
 
 _LOG = logging.getLogger("stepwell")
 _NEW: Final = int(ClaimOutcome.NEW)
@@ -396,7 +399,7 @@ class Sequences:
         room: Room,
         copies: Copies,
         counters: Counters,
-        pool: DevicePool,
+        pool: LinearPool[Any],
         slab: _core.Slab,
         shape: _core.PageShape,
         staging: Staging | None = None,
@@ -420,8 +423,7 @@ class Sequences:
         self._unlanded: list[_Gather] = []  # GUARDED_BY(_landed)
         self._landed = threading.Condition()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._land_gathers, name="sw-device", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     # ---- opening and loading -----------------------------------------------------------------------------------------
 
@@ -897,7 +899,7 @@ class Sequences:
     # ---- the device's step -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self) -> Iterator[StepHandle]:
+    def step(self) -> Iterator[StepHandle[Any]]:
         """Lend the pool's arrays to one engine step; the store's half is done on entry."""
         self._pool.check_owner()
         self._collect()
@@ -1029,21 +1031,43 @@ class Sequences:
                 self.close(sequence)
         self._stopping.set()
         self._gathers.put(None)
-        self._thread.join(_STOP_SECONDS)  # it may wait for a device that does not answer
+        if self._thread is None:
+            self._land_gathers()
+        else:
+            self._thread.join(_STOP_SECONDS)  # it may wait for a device that does not answer
 
     # ---- landing gathers: the sw-device thread -----------------------------------------------------------------------
 
+    def begin_landing(self) -> None:
+        """Have gathers landed from now on, by a thread, sw-device. Without it: by land() alone, and at stop()."""
+        self._thread = threading.Thread(target=self._land_gathers, name="sw-device", daemon=True)
+        self._thread.start()
+
+    def land(self) -> bool:
+        """Hand the oldest gather to the mover, here and now, if it was dispatched; the device may be waited for.
+
+        Returns: whether there was one. Requires: begin_landing() was not called.
+        """
+        with self._landed:
+            if not self._unlanded or self._unlanded[0].ticket.state is TicketState.QUEUED:
+                return False
+        return self._land_next()
+
     def _land_gathers(self) -> None:
         """Wait for gathers in the order of their dispatch and hand them to the mover. The sw-device thread."""
-        while True:
-            gather = self._gathers.get()
-            if gather is None:
-                return
-            self._land(gather)
-            with self._landed:
-                self._unlanded.remove(gather)
-                self._landed.notify_all()
-            del gather  # else its device memory stays until the next one
+        while self._land_next():
+            pass
+
+    def _land_next(self) -> bool:
+        """Wait for the next gather and hand it to the mover. False: none will come."""
+        gather = self._gathers.get()
+        if gather is None:
+            return False
+        self._land(gather)
+        with self._landed:
+            self._unlanded.remove(gather)
+            self._landed.notify_all()
+        return True
 
     def _land(self, gather: _Gather) -> None:
         """Wait for one gather and hand it to the mover; where it failed, return its claims.
@@ -1087,8 +1111,8 @@ class Sequences:
         pool = lend_canonical(self._shape, view, owner=(view, hold))
         while self.copies.submit_demotion(plan, pool) is None:
             # The mover's queue is full: it empties without us. At close, and where it never will, the pages are given
-            # up.
-            if self.copies.is_poisoned or self._stopping.wait(_RETRY_SECONDS):
+            # up; so they are without a thread of our own, since who has none may be the one who steps the mover.
+            if self.copies.is_poisoned or self._thread is None or self._stopping.wait(_RETRY_SECONDS):
                 self._give_up(plan)
                 return
 
@@ -1102,7 +1126,7 @@ class ManagedDevice:
     Invariant: outside a step nobody holds the arrays. Threads: the engine's, always the same one.
     """
 
-    def __init__(self, sequences: Sequences, pool: DevicePool) -> None:
+    def __init__(self, sequences: Sequences, pool: LinearPool[Any]) -> None:
         self._sequences = sequences
         self._pool = pool
 
@@ -1131,13 +1155,13 @@ class ManagedDevice:
         """What the arrays keep: the geometry's dtype, or, on CPU, an unsigned integer as wide as a narrow float."""
         return self._pool.storage_dtype
 
-    def step(self) -> AbstractContextManager[StepHandle]:
+    def step(self) -> AbstractContextManager[Handle]:
         """Lend the arrays for one engine step: `handle.arrays`, a tuple of arrays of `shapes` and `dtype`.
 
         If the block raises, or leaves a deleted array or one of another kind behind, the tier is reset: its pages are
         absent, open sequences are `lost`, and renew() gives it a new pool.
 
-        Raises: StalePoolError, DeviceResetError, StepwellUsageError as `DevicePool.step`.
+        Raises: StalePoolError, DeviceResetError, StepwellUsageError as `LinearPool.step`.
         """
         return self._sequences.step()
 
@@ -1161,7 +1185,7 @@ class ManagedDevice:
         """
         return self._sequences.wait(list(sequences), timeout)
 
-    def pool_for_testing(self) -> DevicePool:
+    def pool_for_testing(self) -> LinearPool[Any]:
         """Return the pool itself: for hooks of stepwell.testing, never for an engine."""
         return self._pool
 

@@ -19,14 +19,14 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.clock import Clock, SystemClock, as_seconds
-from stepwell.config import DiskTier, SharedTier, StoreConfig, parse_size
+from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig, parse_size
 from stepwell.copies import FULL, NEW, PENDING, PRESENT, Copies, Epoch
 from stepwell.errors import (
     ForkedError,
@@ -69,6 +69,7 @@ from stepwell.tiers.volume_tier import VolumeTier
 
 if TYPE_CHECKING:
     from stepwell.sequence import Extended, ManagedDevice, Sequence, Sequences
+    from stepwell.tiers.device_pool import LinearPool
 
 Order = Literal["page", "layer"]
 
@@ -1005,7 +1006,7 @@ class PageStore:
 
     # ---- opening and closing --------------------------------------------------------------------------------------
 
-    # The two that `stepwell.testing.stepped` answers otherwise, to decide itself what runs when.
+    # What `stepwell.testing.stepped` answers otherwise, to decide itself what runs when, and on which arrays.
 
     def _workers(self) -> dict[str, int]:
         """Say how many threads the mover has, by queue."""
@@ -1014,6 +1015,21 @@ class PageStore:
     def _begin_rounds(self, keeper: Keepers) -> None:
         """Have background rounds from now on."""
         keeper.start()
+
+    def _begin_landing(self, sequences: Sequences) -> None:
+        """Have gathers of the device tier landed from now on."""
+        sequences.begin_landing()
+
+    def _make_pool(self, device: DeviceTier) -> LinearPool[Any]:
+        """Make the pool of the device tier. Only here is jax imported, through the one module that does."""
+        from stepwell.tiers.device import DevicePool
+
+        return DevicePool(
+            self._config.geometry,
+            device.pages,
+            axes=device.axes,
+            max_step_bytes=parse_size(device.step_bytes, name="device.step_bytes"),
+        )
 
     def _open_tiers(self) -> None:
         config = self._config
@@ -1116,24 +1132,18 @@ class PageStore:
         device = self._config.device
         if device is None:
             return
-        # Only here is jax imported, through the one module that does.
         from stepwell.sequence import ManagedDevice, Sequences
-        from stepwell.tiers.device import DevicePool
 
         slab = self._room.medium(Tier.HOST)
         assert isinstance(slab, _core.Slab), "checked(): a device tier has a host tier"
-        pool = DevicePool(
-            self._config.geometry,
-            device.pages,
-            axes=device.axes,
-            max_step_bytes=parse_size(device.step_bytes, name="device.step_bytes"),
-        )
+        pool = self._make_pool(device)
         self._index.add_slots(Tier.DEVICE, 0, device.pages)
         self._room.has_device = True
         self._sequences = Sequences(
             self._index, self._room, self._copies, self._counters, pool, slab, self._shape, self._staging
         )
         self._device = ManagedDevice(self._sequences, pool)
+        self._begin_landing(self._sequences)
 
     def _running(self) -> Sequences:
         self._use()
