@@ -25,6 +25,8 @@ from stepwell.hashing import Namespace
 from stepwell.index import Tier
 from stepwell.sequence import Sequence
 from stepwell.store import PageStore
+from stepwell.testing.stepped import SteppedStore
+from stepwell.tiers.device_pool import LinearPool
 from stepwell.tiers.device_queue import Result, ResultReadiness
 from store_kit import Directories
 
@@ -69,6 +71,13 @@ def bytes_of(pages: Values) -> Pages:
 
 class StepFailedError(Exception):
     """What a failing step raises."""
+
+
+class SteppedJaxStore(SteppedStore):
+    """A stepped store with the arrays of a real one."""
+
+    def _make_pool(self, device: DeviceTier) -> LinearPool[Any]:
+        return PageStore._make_pool(self, device)
 
 
 class StampEngine:

@@ -27,6 +27,7 @@ from stepwell.errors import (
 from stepwell.geometry import PageGeometry
 from stepwell.hashing import as_tokens
 from stepwell.pool import core_pool, lend_canonical
+from stepwell.testing.numpy_device import NumpyArray, NumpyPool
 from stepwell.tiers.device import DevicePool
 from stepwell.tiers.device_queue import (
     GatherTicket,
@@ -51,14 +52,15 @@ def uneven(dtype: str = "float32") -> PageGeometry:
     )  # fmt: skip
 
 
-def named(case: tuple[Callable[..., PageGeometry], str]) -> str:
-    return f"{case[0].__name__}, {case[1]}"
+def named(case: tuple[Callable[..., object], ...]) -> str:
+    return ", ".join(getattr(part, "__name__", part) for part in case)
 
 
+AnyPool = DevicePool | NumpyPool
 CASES = [*((geometry, axes) for axes in ARRANGEMENTS), *((uneven, axes) for axes in BY_LAYER)]
 
 
-def painted(pool: DevicePool, stamps: list[int]) -> np.ndarray:
+def painted(pool: AnyPool, stamps: list[int]) -> np.ndarray:
     """Return one page of bytes for each stamp; every byte depends on the stamp and its place."""
     return np.stack(
         [
@@ -68,13 +70,13 @@ def painted(pool: DevicePool, stamps: list[int]) -> np.ndarray:
     )
 
 
-def scattered(pool: DevicePool, slots: list[int], pages: np.ndarray) -> ScatterTicket:
+def scattered(pool: AnyPool, slots: list[int], pages: np.ndarray) -> ScatterTicket:
     ticket = pool.queue_scatter(np.array(slots), pages, generation=pool.generation)
     assert isinstance(ticket, ScatterTicket)
     return ticket
 
 
-def gathered(pool: DevicePool, slots: list[int]) -> GatherTicket:
+def gathered(pool: AnyPool, slots: list[int]) -> GatherTicket:
     ticket = pool.queue_gather(np.array(slots), generation=pool.generation)
     assert isinstance(ticket, GatherTicket)
     return ticket
@@ -84,18 +86,33 @@ def pages_of(ticket: GatherTicket) -> np.ndarray:
     return np.concatenate(ticket.host_views())
 
 
-def slot_axis(pool: DevicePool) -> int:
+def slot_axis(pool: AnyPool) -> int:
     return pool.arrangement.axes.index("slot")
 
 
-def values_of(pool: DevicePool, pages: np.ndarray) -> tuple[np.ndarray, ...]:
+def values_of(pool: AnyPool, pages: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return what each array of the pool holds of some pages."""
     return cut(pool.geometry, " ".join(pool.arrangement.axes), pages, pool.storage_dtype)
 
 
-def engine_write(pool: DevicePool, arrays: Arrays, slot: int, page: np.ndarray) -> Arrays:
+def engine_write(pool: AnyPool, arrays: Arrays, slot: int, page: np.ndarray) -> Arrays:
     """Donate the pool and write one canonical page, as an engine's step does."""
+    if isinstance(pool, NumpyPool):
+        return pool.write(arrays, [slot], page[None])
     return write_slots(arrays, np.array([slot]), values_of(pool, page[None]), slot_axis(pool))
+
+
+def engine_read(pool: AnyPool, arrays: Arrays, slot: int) -> np.ndarray:
+    """Return one canonical page."""
+    if isinstance(pool, NumpyPool):
+        return pool.read(arrays, [slot])[0]
+    found = [np.asarray(array) for array in read_slots(arrays, np.array([slot]), slot_axis(pool))]
+    return join(pool.geometry, " ".join(pool.arrangement.axes), found)[0]
+
+
+def cropped(array: jax.Array | NumpyArray) -> jax.Array | NumpyArray:
+    """Return an array that is too short."""
+    return NumpyArray(array.values[1:]) if isinstance(array, NumpyArray) else array[1:]
 
 
 class Gate(ResultReadiness):
@@ -133,7 +150,7 @@ class Landing:
 class Schedule:
     """Drive a pool at random beside a dict that says what each slot holds."""
 
-    pool: DevicePool
+    pool: AnyPool
     gate: Gate
     random: np.random.Generator
     content: dict[int, int] = field(default_factory=dict)  # slot -> stamp; absent = zeros
@@ -230,7 +247,7 @@ class Schedule:
             if how == 1:
                 engine_write(self.pool, handle.arrays, 0, page)  # donated, not exchanged
             else:
-                handle.arrays = (*handle.arrays[:-1], handle.arrays[-1][1:])
+                handle.arrays = (*handle.arrays[:-1], cropped(handle.arrays[-1]))
 
     def fail(self) -> None:
         before = self.pool.generation
@@ -266,6 +283,7 @@ class Schedule:
         ]
 
 
+@pytest.mark.parametrize("kind", [DevicePool, NumpyPool])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("shape", "axes"),
@@ -278,9 +296,11 @@ class Schedule:
         (uneven(), "slot token head stream dim"),
     ],
 )
-def test_every_gathered_page_carries_the_stamp_it_had_at_dispatch(shape: PageGeometry, axes: str, seed: int) -> None:
+def test_every_gathered_page_carries_the_stamp_it_had_at_dispatch(
+    shape: PageGeometry, axes: str, seed: int, kind: type[AnyPool]
+) -> None:
     gate = Gate()
-    pool = DevicePool(
+    pool = kind(
         shape,
         24,
         axes=axes,
@@ -318,15 +338,26 @@ def test_every_gathered_page_carries_the_stamp_it_had_at_dispatch(shape: PageGeo
 # ---- order and linearity -------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[(geometry, STACKED), (geometry, PER_LAYER), (uneven, "head slot token dim")], ids=named)
-def pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
+SHAPES = [(geometry, STACKED), (geometry, PER_LAYER), (uneven, "head slot token dim")]
+
+
+@pytest.fixture(params=[(kind, *shape) for kind in (DevicePool, NumpyPool) for shape in SHAPES], ids=named)
+def pool(request: pytest.FixtureRequest) -> Iterator[AnyPool]:
+    kind, make, axes = request.param
+    pool = kind(make(), 32, axes=axes)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=SHAPES, ids=named)
+def jax_pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
     make, axes = request.param
     pool = DevicePool(make(), 32, axes=axes)
     yield pool
     pool.close()
 
 
-def test_work_is_dispatched_in_the_order_it_was_queued(pool: DevicePool) -> None:
+def test_work_is_dispatched_in_the_order_it_was_queued(pool: AnyPool) -> None:
     old, new = painted(pool, [1]), painted(pool, [2])
     first = scattered(pool, [3], old)
     before = gathered(pool, [3])
@@ -339,7 +370,7 @@ def test_work_is_dispatched_in_the_order_it_was_queued(pool: DevicePool) -> None
     np.testing.assert_array_equal(pages_of(after), new)
 
 
-def test_a_gather_outlives_any_number_of_donations(pool: DevicePool) -> None:
+def test_a_gather_outlives_any_number_of_donations(pool: AnyPool) -> None:
     """In the background, on a pool that steps donate, 137 of 142 gathers raised."""
     tickets = []
     scattered(pool, [0], painted(pool, [1000]))
@@ -352,7 +383,7 @@ def test_a_gather_outlives_any_number_of_donations(pool: DevicePool) -> None:
         np.testing.assert_array_equal(pages_of(ticket), expected)
 
 
-def test_views_of_a_result_do_not_make_donation_copy(pool: DevicePool) -> None:
+def test_views_of_a_result_do_not_make_donation_copy(pool: AnyPool) -> None:
     held = gathered(pool, [0, 1])
     pool.drain()
     views = held.host_views()
@@ -364,33 +395,32 @@ def test_views_of_a_result_do_not_make_donation_copy(pool: DevicePool) -> None:
 
 
 def test_padding_leaves_no_stray_host_memory_in_the_hidden_slot(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+    pool: AnyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 0xEE, dtype))
         scattered(pool, [0, 1, 2], painted(pool, [1, 2, 3]))
     with pool.step() as handle:
-        for array in read_slots(handle.arrays, np.array([pool.scratch_slot]), slot_axis(pool)):
-            assert not np.asarray(array).any()
+        assert not engine_read(pool, handle.arrays, pool.scratch_slot).any()
 
 
-def test_a_view_of_the_pool_itself_is_counted_as_a_copied_pool(pool: DevicePool) -> None:
-    with pool.step() as handle:
+def test_a_view_of_the_pool_itself_is_counted_as_a_copied_pool(jax_pool: DevicePool) -> None:
+    with jax_pool.step() as handle:
         view = np.asarray(handle.arrays[-1])
-    scattered(pool, [0], painted(pool, [1]))
-    check = gathered(pool, [0])
-    pool.drain()
-    assert pool.stats().copied_pools == 1
-    np.testing.assert_array_equal(pages_of(check), painted(pool, [1]))
+    scattered(jax_pool, [0], painted(jax_pool, [1]))
+    check = gathered(jax_pool, [0])
+    jax_pool.drain()
+    assert jax_pool.stats().copied_pools == 1
+    np.testing.assert_array_equal(pages_of(check), painted(jax_pool, [1]))
     assert not view.any()
     del view
     gc.collect()
-    scattered(pool, [0], painted(pool, [2]))
-    pool.drain()
-    assert pool.stats().copied_pools == 1
+    scattered(jax_pool, [0], painted(jax_pool, [2]))
+    jax_pool.drain()
+    assert jax_pool.stats().copied_pools == 1
 
 
-def test_a_handle_is_stale_after_its_step_and_in_the_next(pool: DevicePool) -> None:
+def test_a_handle_is_stale_after_its_step_and_in_the_next(pool: AnyPool) -> None:
     with pool.step() as first:
         kept = first.arrays
     with pytest.raises(StalePoolError, match="handle of the running step"):
@@ -404,7 +434,7 @@ def test_a_handle_is_stale_after_its_step_and_in_the_next(pool: DevicePool) -> N
     assert pool.stats().resets == 0
 
 
-def test_steps_do_not_nest(pool: DevicePool) -> None:
+def test_steps_do_not_nest(pool: AnyPool) -> None:
     with pool.step() as handle:
         with pytest.raises(StalePoolError, match="do not nest"), pool.step():
             pass
@@ -417,7 +447,7 @@ def test_steps_do_not_nest(pool: DevicePool) -> None:
     assert pool.stats().resets == 0
 
 
-def test_only_the_owner_steps_until_it_has_ended(pool: DevicePool) -> None:
+def test_only_the_owner_steps_until_it_has_ended(pool: AnyPool) -> None:
     pool.drain()
     caught: list[Exception] = []
     queued: list[GatherTicket] = []
@@ -438,7 +468,7 @@ def test_only_the_owner_steps_until_it_has_ended(pool: DevicePool) -> None:
     assert pool.drain().gathers == tuple(queued)
 
 
-def test_an_owner_that_has_ended_can_be_followed(pool: DevicePool) -> None:
+def test_an_owner_that_has_ended_can_be_followed(pool: AnyPool) -> None:
     thread = threading.Thread(target=pool.drain)
     thread.start()
     thread.join()
@@ -446,7 +476,7 @@ def test_an_owner_that_has_ended_can_be_followed(pool: DevicePool) -> None:
     assert pool.stats().steps == 2
 
 
-def test_another_thread_may_wait_for_a_gather_that_is_still_queued(pool: DevicePool) -> None:
+def test_another_thread_may_wait_for_a_gather_that_is_still_queued(pool: AnyPool) -> None:
     scattered(pool, [5], painted(pool, [5]))
     ticket = gathered(pool, [5])
     seen: list[np.ndarray] = []
@@ -457,7 +487,7 @@ def test_another_thread_may_wait_for_a_gather_that_is_still_queued(pool: DeviceP
     np.testing.assert_array_equal(seen[0], painted(pool, [5]))
 
 
-def test_threads_that_queue_find_their_own_pages_while_an_engine_steps(pool: DevicePool) -> None:
+def test_threads_that_queue_find_their_own_pages_while_an_engine_steps(pool: AnyPool) -> None:
     wrong: list[str] = []
 
     def producer(number: int) -> None:
@@ -487,7 +517,7 @@ def test_threads_that_queue_find_their_own_pages_while_an_engine_steps(pool: Dev
 # ---- loss ----------------------------------------------------------------------------------------
 
 
-def test_a_lost_pool_fails_what_is_queued_and_keeps_what_is_dispatched(pool: DevicePool) -> None:
+def test_a_lost_pool_fails_what_is_queued_and_keeps_what_is_dispatched(pool: AnyPool) -> None:
     scattered(pool, [1], painted(pool, [1]))
     dispatched = gathered(pool, [1])
     pool.drain()
@@ -512,7 +542,7 @@ def test_a_lost_pool_fails_what_is_queued_and_keeps_what_is_dispatched(pool: Dev
     np.testing.assert_array_equal(pages_of(dispatched), painted(pool, [1]))
 
 
-def test_work_for_a_lost_generation_never_reaches_the_new_pool(pool: DevicePool) -> None:
+def test_work_for_a_lost_generation_never_reaches_the_new_pool(pool: AnyPool) -> None:
     lost = pool.generation
     with pytest.raises(KeyError), pool.step():
         raise KeyError
@@ -527,23 +557,23 @@ def test_work_for_a_lost_generation_never_reaches_the_new_pool(pool: DevicePool)
     assert not pages_of(check).any()
 
 
-def test_a_pool_is_renewed_with_the_engines_arrays_and_only_when_lost(pool: DevicePool) -> None:
+def test_a_pool_is_renewed_with_the_engines_arrays_and_only_when_lost(jax_pool: DevicePool) -> None:
     with pytest.raises(StepwellUsageError, match="only a reset pool"):
-        pool.renew()
-    with pytest.raises(KeyError), pool.step():
+        jax_pool.renew()
+    with pytest.raises(KeyError), jax_pool.step():
         raise KeyError
     with pytest.raises(GeometryError, match="float16"):
-        pool.renew([jnp.zeros(shape, jnp.float16) for shape in pool.shapes])
-    pool.renew([jnp.full(shape, number + 1.0) for number, shape in enumerate(pool.shapes)])
-    check = gathered(pool, [4])
-    pool.drain()
-    for number, values in enumerate(values_of(pool, pages_of(check))):
+        jax_pool.renew([jnp.zeros(shape, jnp.float16) for shape in jax_pool.shapes])
+    jax_pool.renew([jnp.full(shape, number + 1.0) for number, shape in enumerate(jax_pool.shapes)])
+    check = gathered(jax_pool, [4])
+    jax_pool.drain()
+    for number, values in enumerate(values_of(jax_pool, pages_of(check))):
         assert (values == number + 1).all()
 
 
-def test_a_new_pool_may_be_the_engines_arrays(pool: DevicePool) -> None:
-    own = [jnp.full(shape, number + 1.0) for number, shape in enumerate(pool.shapes)]
-    taken = DevicePool(pool.geometry, 32, axes=" ".join(pool.arrangement.axes), arrays=own)
+def test_a_new_pool_may_be_the_engines_arrays(jax_pool: DevicePool) -> None:
+    own = [jnp.full(shape, number + 1.0) for number, shape in enumerate(jax_pool.shapes)]
+    taken = DevicePool(jax_pool.geometry, 32, axes=" ".join(jax_pool.arrangement.axes), arrays=own)
     own.clear()
     scattered(taken, [3], painted(taken, [3]))
     check = gathered(taken, [2, 3])
@@ -572,14 +602,14 @@ def with_last(change: Callable[[jax.Array], object]) -> Callable[[Arrays], tuple
     ],
 )
 def test_arrays_that_cannot_be_the_pool_lose_it(
-    pool: DevicePool, leave: Callable[[Arrays], Arrays], complaint: str
+    jax_pool: DevicePool, leave: Callable[[Arrays], Arrays], complaint: str
 ) -> None:
-    with pytest.raises(DeviceResetError, match=complaint), pool.step() as handle:
+    with pytest.raises(DeviceResetError, match=complaint), jax_pool.step() as handle:
         handle.arrays = leave(handle.arrays)
-    assert pool.is_reset
-    pool.renew()
-    check = gathered(pool, [0])
-    pool.drain()
+    assert jax_pool.is_reset
+    jax_pool.renew()
+    check = gathered(jax_pool, [0])
+    jax_pool.drain()
     assert not pages_of(check).any()
 
 
@@ -601,7 +631,7 @@ def test_one_array_is_not_taken_for_two() -> None:
     assert pool.is_reset
 
 
-def test_a_gather_that_does_not_materialise_fails_alone(pool: DevicePool) -> None:
+def test_a_gather_that_does_not_materialise_fails_alone(pool: AnyPool) -> None:
     class Broken(ResultReadiness):
         def wait(self, result: Result) -> None:
             raise RuntimeError("out of device memory")
@@ -620,7 +650,7 @@ def test_a_gather_that_does_not_materialise_fails_alone(pool: DevicePool) -> Non
     check.wait()
 
 
-def test_a_gather_declared_failed_is_not_dispatched(pool: DevicePool) -> None:
+def test_a_gather_declared_failed_is_not_dispatched(pool: AnyPool) -> None:
     ticket = gathered(pool, [1])
     ticket.fail(DeviceResetError("the sequence is gone"))
     assert pool.drain().gathers == ()
@@ -629,7 +659,7 @@ def test_a_gather_declared_failed_is_not_dispatched(pool: DevicePool) -> None:
 
 
 def test_a_gather_that_fails_while_it_is_dispatched_stays_failed(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+    pool: AnyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket = gathered(pool, [1])
     gather = pool._gather
@@ -645,7 +675,7 @@ def test_a_gather_that_fails_while_it_is_dispatched_stays_failed(
     assert pool.stats().outstanding_bytes == 0
 
 
-def test_close_fails_what_is_queued_and_ends_the_pool(pool: DevicePool) -> None:
+def test_close_fails_what_is_queued_and_ends_the_pool(pool: AnyPool) -> None:
     ticket = scattered(pool, [1], painted(pool, [1]))
     pool.close()
     pool.close()
@@ -663,7 +693,7 @@ def refuse(*_: object) -> None:
 
 
 def test_a_scatter_that_cannot_be_dispatched_loses_the_pool_and_fails_all(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+    pool: AnyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = gathered(pool, [1])
     broken = scattered(pool, [1], painted(pool, [1]))
@@ -682,7 +712,7 @@ def test_a_scatter_that_cannot_be_dispatched_loses_the_pool_and_fails_all(
 
 
 def test_a_gather_that_cannot_be_dispatched_fails_alone(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+    pool: AnyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = gathered(pool, list(range(32)))
     scatter = scattered(pool, [1], painted(pool, [1]))
@@ -696,7 +726,7 @@ def test_a_gather_that_cannot_be_dispatched_fails_alone(
 
 
 def test_pages_that_cannot_be_staged_are_a_failed_ticket(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+    pool: AnyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "_stage", refuse)
     ticket = scattered(pool, [1], painted(pool, [1]))
@@ -706,7 +736,7 @@ def test_pages_that_cannot_be_staged_are_a_failed_ticket(
     pool.drain()
 
 
-def test_any_thread_may_close_an_idle_pool(pool: DevicePool) -> None:
+def test_any_thread_may_close_an_idle_pool(pool: AnyPool) -> None:
     pool.drain()
     thread = threading.Thread(target=pool.close)
     thread.start()
@@ -716,7 +746,7 @@ def test_any_thread_may_close_an_idle_pool(pool: DevicePool) -> None:
 
 
 def test_a_pool_closed_while_it_is_renewed_stays_closed(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+    pool: AnyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyError), pool.step():
         raise KeyError
@@ -768,7 +798,7 @@ def test_buckets_beyond_the_bound_of_a_step_are_left_out() -> None:
     assert DevicePool(large, 2).buckets == (1, 2, 4)
 
 
-def test_misuse_is_refused_and_changes_nothing(pool: DevicePool) -> None:
+def test_misuse_is_refused_and_changes_nothing(pool: AnyPool) -> None:
     page = painted(pool, [1])
     for slots in ([], [-1], [32], [[1]]):
         with pytest.raises(StepwellUsageError):
@@ -909,7 +939,7 @@ def test_a_page_is_the_same_bytes_in_every_arrangement(
     assert not pages_of(ticket)[4].any()
 
 
-def test_the_core_reads_a_gathered_page_where_it_lies(pool: DevicePool) -> None:
+def test_the_core_reads_a_gathered_page_where_it_lies(pool: AnyPool) -> None:
     pages = painted(pool, [1, 2, 3])
     scattered(pool, [4, 5, 6], pages)
     ticket = gathered(pool, [6, 4, 5])

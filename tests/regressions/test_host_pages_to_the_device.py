@@ -17,6 +17,7 @@ from sequence_kit import (
     PAGE_TOKENS,
     MakeEngine,
     StampEngine,
+    SteppedJaxStore,
     Tokens,
     assert_all_returned,
     config,
@@ -28,7 +29,7 @@ from sequence_kit import (
 from stepwell.errors import PoisonedError
 from stepwell.index import Tier
 from stepwell.testing import faults
-from stepwell.testing.stepped import SteppedMover, SteppedStore
+from stepwell.testing.stepped import SteppedMover
 from store_kit import Directories
 
 TOKENS = prompt(1, 13)  # three pages, and one token to compute
@@ -157,12 +158,12 @@ def test_wait_ends_for_a_request_whose_page_is_damaged(make_engine: MakeEngine) 
 
 
 @pytest.fixture
-def stepped(directories: Directories) -> Iterator[Callable[..., SteppedStore]]:
+def stepped(directories: Directories) -> Iterator[Callable[..., SteppedJaxStore]]:
     """Open stores whose mover has no threads and whose keeper does not run."""
-    opened: list[SteppedStore] = []
+    opened: list[SteppedJaxStore] = []
 
-    def make(**sizes: Any) -> SteppedStore:
-        opened.append(SteppedStore(config(directories, **sizes), seed=1))
+    def make(**sizes: Any) -> SteppedJaxStore:
+        opened.append(SteppedJaxStore(config(directories, **sizes), seed=1))
         return opened[-1]
 
     yield make
@@ -172,21 +173,20 @@ def stepped(directories: Directories) -> Iterator[Callable[..., SteppedStore]]:
         store.close()
 
 
-def publish_stepped(store: SteppedStore) -> tuple[StampEngine, SteppedMover]:
+def publish_stepped(store: SteppedJaxStore) -> tuple[StampEngine, SteppedMover]:
     """Put TOKENS into host memory, and off the device."""
     engine, mover = StampEngine(store), store.mover
     sequence = engine.open(TOKENS)
     engine.finish(sequence)
     sequence.close()
     store.device.drain()
-    assert store._sequences.wait_landed(30.0)
-    mover.run_until_idle()
+    store.settle()
     evict_all(store, Tier.DEVICE)
     assert store.stats().tiers["host"].resident == PAGES
     return engine, mover
 
 
-def test_nothing_reaches_the_device_before_its_check(stepped: Callable[..., SteppedStore]) -> None:
+def test_nothing_reaches_the_device_before_its_check(stepped: Callable[..., SteppedJaxStore]) -> None:
     store = stepped(shared=0)
     engine, mover = publish_stepped(store)
     sequence = engine.open(TOKENS)
@@ -202,7 +202,7 @@ def test_nothing_reaches_the_device_before_its_check(stepped: Callable[..., Step
 @pytest.mark.parametrize("is_damaged", [False, True])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_request_that_ends_during_a_check_keeps_nothing(
-    stepped: Callable[..., SteppedStore], steps: int, is_damaged: bool
+    stepped: Callable[..., SteppedJaxStore], steps: int, is_damaged: bool
 ) -> None:
     store = stepped(shared=0)
     engine, mover = publish_stepped(store)
@@ -219,7 +219,7 @@ def test_a_request_that_ends_during_a_check_keeps_nothing(
 
 
 def test_a_check_that_finds_the_queue_full_keeps_nothing_and_is_tried_again(
-    stepped: Callable[..., SteppedStore],
+    stepped: Callable[..., SteppedJaxStore],
 ) -> None:
     store = stepped(shared=0)
     engine, mover = publish_stepped(store)

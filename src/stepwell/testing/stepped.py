@@ -1,5 +1,5 @@
 """Run a store without threads of its own: its mover one unit at a time, in an order that a seed decides, and its
-background rounds when they are called."""
+background rounds, and what it does with gathers of a device tier, when they are called."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any, Protocol
 
 from stepwell import _core
 from stepwell.clock import Clock
-from stepwell.config import StoreConfig
+from stepwell.config import DeviceTier, StoreConfig, parse_size
 from stepwell.keeper import Keepers
 from stepwell.mover import Transfer
+from stepwell.sequence import Sequences
 from stepwell.store import PageStore
+from stepwell.testing.numpy_device import NumpyPool
+from stepwell.tiers.device_pool import LinearPool
 
 COPY_QUEUE = 0
 IO_QUEUE = 1
@@ -100,9 +103,9 @@ class SteppedTransfer(Transfer):
 class SteppedStore(PageStore):
     """A store in which nothing moves and no background round runs until it is told to.
 
-    `mover` steps it; `tick()` does every background round. What waits for a transfer (flush, load_keys, save_keys,
-    verify, Transfer.wait) steps the mover itself until the transfer is decided. With a device tier its lander
-    (`sw-device`) still is a thread.
+    `mover` steps it; `tick()` does every background round; `land()` hands one gather of the device tier to the mover.
+    What waits for a transfer (flush, load_keys, save_keys, verify, Transfer.wait) steps the mover itself until the
+    transfer is decided, and lands gathers where it waits for these. A device tier is of numpy arrays.
 
     Args:
         seed: decides the order of the mover's units.
@@ -120,6 +123,16 @@ class SteppedStore(PageStore):
         """Do every background round here and now."""
         self._tick()
 
+    def land(self) -> bool:
+        """Hand the oldest dispatched gather to the mover. Returns whether there was one."""
+        return self._sequences is not None and self._sequences.land()
+
+    def settle(self) -> None:
+        """Land every dispatched gather and run the mover until it is idle."""
+        self.mover.run_until_idle()
+        while self.land():
+            self.mover.run_until_idle()
+
     def _wait(self, core: _core.Transfer, timeout: float | None) -> bool:
         """Step until a transfer has ended. False: it has not, and nothing is left to do."""
         while not core.done:
@@ -132,3 +145,10 @@ class SteppedStore(PageStore):
 
     def _begin_rounds(self, keeper: Keepers) -> None:
         """Have them by tick() alone."""
+
+    def _begin_landing(self, sequences: Sequences) -> None:
+        """Have it by land() alone."""
+
+    def _make_pool(self, device: DeviceTier) -> LinearPool[Any]:
+        step_bytes = parse_size(device.step_bytes, name="device.step_bytes")
+        return NumpyPool(self._config.geometry, device.pages, axes=device.axes, max_step_bytes=step_bytes)
