@@ -378,7 +378,7 @@ def stepped(directories: Directories, seed: int, step_pages: int) -> Iterator[St
 
 @pytest.mark.parametrize(("seed", "step_pages"), [(seed, (1, 64)[seed % 2]) for seed in range(SEEDS)])
 def test_no_interleaving_serves_a_wrong_page_or_keeps_a_slot(
-    stepped: SteppedStore, directories: Directories, seed: int, step_pages: int
+    stepped: SteppedJaxStore, directories: Directories, seed: int, step_pages: int
 ) -> None:
     machine = Machine(stepped, seed, directories)
     try:
