@@ -485,6 +485,9 @@ class Sequences:
         if transfers:
             transfers[0].wait(seconds)
             return
+        if self._thread is None:
+            self.land()
+            return
         with self._landed:
             self._landed.wait(seconds)
 
@@ -1104,6 +1107,10 @@ class Sequences:
         def is_landed() -> bool:
             return all(gather.ticket.state is TicketState.QUEUED for gather in self._unlanded)
 
+        if self._thread is None:
+            while self.land():
+                pass
+            return True
         with self._landed:
             return self._landed.wait_for(is_landed, timeout)
 
