@@ -51,10 +51,11 @@ class Page:
     claims: int = 0  # of transfers that bring it somewhere: they hold it in every tier
     holds: int = 0  # of pin()
     damaged: list[bool] = field(default_factory=lambda: [False] * TIERS)  # nobody has read it since
+    is_left: bool = False  # whoever brings it has given it up: it comes, and holds nothing
 
     def is_pinned(self, tier: int) -> bool:
         """Say whether it must stay in a tier: somebody reads it there, or it is on its way to another."""
-        return self.pins[tier] > 0 or self.claims > 0 or ARRIVING in self.at
+        return self.pins[tier] > 0 or self.claims > 0 or (ARRIVING in self.at and not self.is_left)
 
 
 class Found(NamedTuple):
@@ -321,6 +322,7 @@ class StoreModel:
         page.at[tier] = residency
         self.damages -= page.damaged[tier]
         page.damaged[tier] = False
+        page.is_left &= ARRIVING in page.at
 
     def _leave(self, tier: int, gone: list[bytes], step: Step) -> None:
         """Let pages leave a tier together: no pinned one (3), none before another that was used longer ago (10)."""
