@@ -134,6 +134,11 @@ class NumpyPool(LinearPool[NumpyArray]):
         """Read slots as canonical pages, uint8[n, page_bytes]; a copy."""
         return self._read(arrays, np.asarray(slots)).reshape(len(slots), -1).view(np.uint8)
 
+    def peek(self, slots: Sequence[int]) -> Pages:
+        """Read slots outside of any step: for who looks on, not for an engine. Requires: the pool is not reset."""
+        assert self._arrays is not None, "a pool between two steps has its arrays"
+        return self.read(self._arrays, slots)
+
     # ---- what LinearPool asks ------------------------------------------------------------------------------------
 
     def _programs(self) -> tuple[Callable[..., NumpyArrays], Callable[..., Result]]:
