@@ -277,7 +277,8 @@ class DeviceCaller(Caller):
                 return
             for tier in self.tiers:
                 counts = self.index.counts(Tier(tier))
-                if counts["pinned"] or counts["arriving"] or counts["leaving"]:
+                is_quarantined = tier == DEVICE and counts["quarantined"]  # a drain has mended what nobody held
+                if counts["pinned"] or counts["arriving"] or counts["leaving"] or is_quarantined:
                     raise BrokenPromise(f"nothing is open, and of {Tier(tier)} is held {counts}")
 
 
