@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 
 from stepwell.index import Miss, Tier
-from stepwell.testing.driver import Failure, Totals, draw, play, shrink
+from stepwell.testing.driver import Failure, Totals, command, draw, play, shrink
 from stepwell.testing.model import ABSENT, QUARANTINED, RESIDENT, BrokenPromise, Found, States
-from stepwell.testing.operations import operations_of, show
+from stepwell.testing.operations import operations_of
 from stepwell.testing.sequence_model import Hold, Place, SequenceModel, State, owns
 from stepwell.testing.sequence_operations import SequenceOperations
 from stepwell.testing.world import Shape
@@ -44,8 +44,7 @@ def test_a_store_with_sequences_keeps_its_promises(shape: Shape, seed: int, done
     try:
         play(shape, seed, draw(shape, random_, STEPS), totals)
     except Failure as failure:
-        steps = shrink(failure.steps, type(failure.cause))
-        failure.add_note("\n".join(show(*step) for step in steps))
+        failure.add_note(command(shrink(failure).steps))
         raise
     done.update(totals.operations)
 

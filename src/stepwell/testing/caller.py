@@ -386,9 +386,14 @@ class Caller:
 
     def check(self) -> None:
         """Hold the slots of every tier to what the model says."""
-        others = EVERYTHING if self.model.others or self.world.is_shared or self.world.is_failing else 0
+        others = self.strangers
         for tier in self.tiers:
             self.model.adds_up(tier, self.index.counts(tier), others=others)
+
+    @property
+    def strangers(self) -> int:
+        """How many slots of a tier may be of pages that the model does not know."""
+        return EVERYTHING if self.model.others or self.world.is_shared or self.world.is_failing else 0
 
     def audit(self) -> None:
         """Scan the index, and compare the order in which pages leave with the model's."""

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell.testing.operations import Operations, operations_of
+from stepwell.testing.sequence_operations import SequenceOperations
+from stepwell.testing.sequence_world import SequenceWorld
 from stepwell.testing.world import Shape, World
 
 EPISODE_STEPS: Final = 4000
@@ -37,6 +39,8 @@ SIZES: Final = (
 )
 """Host slots, shared volumes, disk volumes."""
 SHARED_PART: Final = 0.15
+DEVICE_PART: Final = 0.35
+"""Of the worlds of one process whose store has what a device tier needs."""
 SELECTIVE_PART: Final = 0.3
 SHRINK_SECONDS: Final = 120.0
 
@@ -85,7 +89,7 @@ def read(text: str) -> Steps:
         ValueError: it is none, or a step that nobody knows.
     """
     steps: Steps = []
-    known = operations_of(Operations).keys() | {"begin"}
+    known = operations_of(SequenceOperations).keys() | {"begin"}
     try:
         body = ast.parse(text).body
         for statement in body:
@@ -111,6 +115,11 @@ def command(steps: Steps) -> str:
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
+def kinds_of(shape: Shape) -> tuple[type[World], type[Operations]]:
+    """Return what a world of a shape is, and what is done in it."""
+    return (SequenceWorld, SequenceOperations) if shape.device else (World, Operations)
+
+
 @contextmanager
 def world(shape: Shape, seed: int) -> Iterator[World]:
     """Make a world in directories of its own."""
@@ -118,7 +127,7 @@ def world(shape: Shape, seed: int) -> Iterator[World]:
     directory = Path(tempfile.mkdtemp(prefix="sw-test-", dir=memory if memory.is_dir() else None))
     made = None
     try:
-        made = World(shape, seed=seed, directory=directory)
+        made = kinds_of(shape)[0](shape, seed=seed, directory=directory)
         yield made
     finally:
         if made is not None:
@@ -131,12 +140,15 @@ def shape_of(random_: random.Random) -> Shape:
     host, shared, disk = random_.choice(SIZES)
     selective = bool(shared and disk and random_.random() < SELECTIVE_PART)
     stores = 2 if shared + disk > 0 and random_.random() < SHARED_PART else 1
+    if host and stores == 1 and random_.random() < DEVICE_PART:
+        device, step_pages = random_.choice((6, 8, 12)), random_.choice((1, 64))
+        return Shape(random_.choice((0, 1, 1, 1)), host, shared, disk, selective, 1, device, step_pages)
     return Shape(random_.choice((0, 0, 0, 1, 2)), host, stores * shared, stores * disk, selective, stores)
 
 
-def draw(random_: random.Random, count: int) -> Iterator[Step]:
-    """Draw steps."""
-    operations = operations_of(Operations)
+def draw(shape: Shape, random_: random.Random, count: int) -> Iterator[Step]:
+    """Draw steps for a world of a shape."""
+    operations = operations_of(kinds_of(shape)[1])
     names = list(operations)
     weights = list(itertools.accumulate(operations[each].weight for each in names))
     for chosen in random_.choices(names, cum_weights=weights, k=count):
@@ -152,7 +164,7 @@ def play(shape: Shape, seed: int, steps: Iterable[Step], totals: Totals) -> None
     done: Steps = [("begin", {**asdict(shape), "seed": seed})]
     try:
         with world(shape, seed) as it:
-            operations = Operations(it)
+            operations = kinds_of(shape)[1](it)
             for step in steps:
                 done.append(step)
                 name, arguments = step
@@ -176,7 +188,7 @@ def episode(seed: int, number: int, totals: Totals, *, steps: int = EPISODE_STEP
     """
     random_ = random.Random(f"{seed}.{number}")
     shape = shape_of(random_)
-    play(shape, random_.randrange(1 << 30), draw(random_, steps), totals)
+    play(shape, random_.randrange(1 << 30), draw(shape, random_, steps), totals)
 
 
 def replay(steps: Steps) -> None:

@@ -13,29 +13,37 @@ from typing import Any, ClassVar, Final
 
 from hypothesis import HealthCheck, note, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from stepwell.testing.driver import SIZES, Steps, command, world
-from stepwell.testing.operations import Operation, Operations, operations_of
+from stepwell.testing.driver import SIZES, Steps, command, kinds_of, world
+from stepwell.testing.operations import Operation, operations_of
+from stepwell.testing.sequence_operations import SequenceOperations
 from stepwell.testing.world import Shape
 
 EXAMPLES: Final = 100
 EXAMPLE_STEPS: Final = 100
 
 shapes = st.builds(
-    lambda geometry, sizes, selective, is_shared: shape(geometry, sizes, selective=selective, stores=1 + is_shared),
+    lambda geometry, sizes, selective, is_shared, device: shape(
+        geometry, sizes, selective=selective, stores=1 + is_shared, device=device
+    ),
     st.sampled_from((0, 1, 2)),
     st.sampled_from(tuple(dict.fromkeys(SIZES))),
     st.booleans(),
     st.booleans(),
+    st.sampled_from((0, 0, 6, 8, 12)),
 )
 
 
-def shape(geometry: int, sizes: tuple[int, int, int], *, selective: bool, stores: int) -> Shape:
-    """Make a shape of what was drawn; two processes have room for a volume each."""
+def shape(geometry: int, sizes: tuple[int, int, int], *, selective: bool, stores: int, device: int = 0) -> Shape:
+    """Make a shape of what was drawn; two processes have room for a volume each, and a device needs a host tier and
+    pages of layers."""
     host, shared, disk = sizes
+    is_selective = selective and shared > 0 and disk > 0
+    if device and host:
+        return Shape(min(geometry, 1), host, shared, disk, is_selective, 1, device)
     stores = stores if shared + disk else 1
-    return Shape(geometry, host, stores * shared, stores * disk, selective and shared > 0 and disk > 0, stores)
+    return Shape(geometry, host, stores * shared, stores * disk, is_selective, stores)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -49,13 +57,16 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.steps: Steps = []
+        self.known: frozenset[str] = frozenset()
 
     @initialize(shape=shapes, seed=st.integers(0, 1000))
     def begin(self, shape: Shape, seed: int) -> None:
         """Open the stores of a new world."""
         self.steps = [("begin", {**asdict(shape), "seed": seed})]
         self.context = world(shape, seed)
-        self.operations = Operations(self.context.__enter__())
+        kind = kinds_of(shape)[1]
+        self.known = frozenset(operations_of(kind))
+        self.operations = kind(self.context.__enter__())
 
     def do(self, name: str, arguments: dict[str, Any]) -> None:
         """Do one operation."""
@@ -91,7 +102,7 @@ def _rule_of(operation: Operation) -> Any:
     run.__doc__ = operation.run.__doc__
     given: dict[str, Any] = {name: st.sampled_from(tuple(values)) for name, values in operation.arguments.items()}
     made: Any = rule(**given)
-    return made(run)
+    return precondition(lambda self: operation.name in self.known)(made(run))
 
 
 def add_rules(machine: type[StoreMachine], kind: type) -> None:
@@ -101,7 +112,7 @@ def add_rules(machine: type[StoreMachine], kind: type) -> None:
             setattr(machine, f"{operation.name}_{copy}" if copy else operation.name, _rule_of(operation))
 
 
-add_rules(StoreMachine, Operations)
+add_rules(StoreMachine, SequenceOperations)  # it has those of all worlds
 
 
 def run(steps: int, *, first_seed: int, told: Callable[[int], None] = lambda _: None) -> Counter[bool]:

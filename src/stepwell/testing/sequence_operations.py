@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from stepwell.errors import DeviceResetError, StepwellUsageError
 from stepwell.testing.model import ARRIVING, QUARANTINED, RESIDENT, BrokenPromise, Step, name
-from stepwell.testing.operations import CALLERS, PATHS, SPACES, Operations, operation
+from stepwell.testing.operations import CALLERS, MOST_PAGES, PATHS, SPACES, Operations, operation
+from stepwell.testing.pages import PAGE_TOKENS, prefix
 from stepwell.testing.sequence_model import Hold, State
 from stepwell.testing.sequence_world import DEVICE, MOST_SEQUENCES, MOST_TOKENS, DeviceCaller, Open, StepFailedError
-from stepwell.testing.world import MOST_PAGES, PAGE_TOKENS, prefix
 
 MASKS: Final = tuple(range(1, 1 << MOST_SEQUENCES))
 WHICH: Final = tuple(range(MOST_SEQUENCES))
@@ -203,7 +203,7 @@ class SequenceOperations(Operations):
     @staticmethod
     def lose(it: DeviceCaller) -> None:
         """Judge the loss of the pool: no page is on the device any more; the slots of those in use come back later."""
-        it.may_lose = True
+        it.may_drop = True
         for each in it.sequences:
             if each.is_usable:
                 it.end(each, State.LOST)
@@ -355,7 +355,7 @@ class SequenceOperations(Operations):
     def spoil_gather(self, who: int, how: str) -> bool:
         """Have the device have no memory for the next gather, or its computation fail."""
         it = self.caller(who)
-        it.may_lose = True
+        it.may_drop = True
         setattr(it.arrays, how, 1)
         return True
 
@@ -418,7 +418,7 @@ class SequenceOperations(Operations):
         if epoch == it.epoch:
             return False
         it.turn += 1
-        it.may_lose = True
+        it.may_drop = True
         done = super().set_epoch(who, epoch)
         for each in it.sequences:
             it.pin(each, +1)

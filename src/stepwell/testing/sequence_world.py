@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, cast
 
@@ -17,10 +17,13 @@ from msgspec import structs
 from stepwell import sequence as real
 from stepwell.config import DeviceTier, StoreConfig
 from stepwell.index import Tier
-from stepwell.testing.model import ARRIVING, RESIDENT, BrokenPromise, Step, name
+from stepwell.testing.caller import Caller
+from stepwell.testing.model import ARRIVING, RESIDENT, After, BrokenPromise, Step, name
 from stepwell.testing.numpy_device import NumpyPool
+from stepwell.testing.operations import MOST_PAGES
+from stepwell.testing.pages import PAGE_TOKENS, content
 from stepwell.testing.sequence_model import SequenceModel, State, owns
-from stepwell.testing.world import MOST_PAGES, PAGE_TOKENS, Caller, World, content
+from stepwell.testing.world import World
 
 MOST_SEQUENCES: Final = 6
 MOST_TOKENS: Final = (MOST_PAGES + 2) * PAGE_TOKENS
@@ -50,31 +53,39 @@ class DeviceCaller(Caller):
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
-    def open(self, found: Mapping[bytes, Collection[int]], *, at_least: bool = False) -> None:
+    def open(self, found: After, *, at_least: bool = False) -> None:
         """Open the store, as Caller; there are no sequences then."""
         self.sequences = []
         self._by_id: dict[int, Open] = {}
         self._opening: list[Open] = []
         self.turn = 0
-        self.may_lose = False
+        self.may_drop = False
         self.is_ending = False
         self.opened: Sequence[bytes] = ()
         self.private = 0
         self.checks = 0
         super().open(found, at_least=at_least)
-        self.model.is_ordered = False  # what sequences use, and when, is theirs
         self.device = self.store.device
         self.arrays = cast("NumpyPool", self.device.pool_for_testing())
         self._theirs = self.store._running()
         self._look = self._theirs._look
         self._theirs._look = self._looking  # type: ignore[method-assign]
-        self._everywhere = list(self.tiers)
         self._table = np.empty((MOST_SEQUENCES, _TABLE_PAGES), np.int32)
+
+    def begin_model(self) -> None:
+        """Have the model know nothing. What sequences use, and when, is theirs: who leaves first is not judged."""
+        super().begin_model()
+        self.model.is_ordered = False
 
     def moved(self) -> Step:
         """Say what the store's half of a step may have done."""
-        may_lose = self.is_ending or self.may_lose or self.has_damage or self.world.is_failing
-        return Step(wanted=self.opened, room=bool(self.opened), lands=True, mends=True, gives_up=may_lose)
+        gives_up = self.is_ending or self.may_lose
+        return Step(wanted=self.opened, room=bool(self.opened), lands=True, mends=True, gives_up=gives_up)
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether what is on its way may be lost: a pool, a gather, or what any caller's may be."""
+        return self.may_drop or super().may_lose
 
     def expect(self, models: Sequence[Open]) -> None:
         """Have sequences of these models be the next ones that look for the first time."""
@@ -92,7 +103,7 @@ class DeviceCaller(Caller):
             self._look(sequence, is_first=is_first)
             it.stop_waiting()
             return
-        found = self.model.find(it.usable_keys, self.usable())
+        found = self.model.find(it.usable_keys, [DEVICE, *self.usable])
         self._look(sequence, is_first=is_first)
         self.pin(it, -1)
         target = (sequence.ready + sequence.loading) // PAGE_TOKENS
@@ -101,11 +112,6 @@ class DeviceCaller(Caller):
             place.content = self.page(it.epoch, key)
         self.pin(it, +1)
         self.see(replace(self.moved(), wanted=it.keys[: found.pages], room=True))
-
-    def usable(self) -> list[int]:
-        """Return the tiers that a sequence finds pages in."""
-        mask = self.store._room.readable | 1 << DEVICE
-        return [tier for tier in self._everywhere if mask >> tier & 1]
 
     def pin(self, it: Open, change: int) -> None:
         """Count (+1) or return (-1) what a sequence pins; nothing where its pages are of another epoch."""
@@ -152,7 +158,7 @@ class DeviceCaller(Caller):
             self.drain()
             is_moving = self.land() or self.unit()
         self.poll()
-        self.may_lose = bool(self.arrays.refused or self.arrays.broken)
+        self.may_drop = bool(self.arrays.refused or self.arrays.broken)
         if self.running:
             raise BrokenPromise(f"nothing is left to do, and {len(self.running)} transfers have not ended")
         for key, page in self.model.pages.items():
@@ -169,7 +175,7 @@ class DeviceCaller(Caller):
         """Land one gather, and judge it."""
         landed = self.store.land()
         if landed:
-            self.see(Step(gives_up=self.may_lose or self.world.is_failing))
+            self.see(Step(gives_up=self.may_lose))
         return landed
 
     # ---- an engine ---------------------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ class DeviceCaller(Caller):
         if len(set(slots)) < len(slots):
             owns(self.sequences)
         super().check()
-        if not self.model.others:
+        if not super().strangers:
             arriving = self.model.counts[DEVICE][ARRIVING]
             counts = self.index.counts(Tier.DEVICE)
             if counts["arriving"] != arriving + self.private:
@@ -235,6 +241,11 @@ class DeviceCaller(Caller):
         self.checks += 1
         if self.sequences and self.checks % 4 == 0:
             self.check_one(self.sequences[self.checks // 4 % len(self.sequences)])
+
+    @property
+    def strangers(self) -> int:
+        """How many slots of a tier may be of pages that the model does not know; sequences compute into some."""
+        return super().strangers or self.private
 
     def check_one(self, it: Open) -> None:
         """Hold one sequence to all that was promised."""
@@ -289,15 +300,12 @@ class SequenceWorld(World):
         step_pages: what one entry of a step dispatches.
     """
 
-    caller = DeviceCaller
+    def make_caller(self, number: int) -> Caller:
+        """Begin one of the processes."""
+        return DeviceCaller(self, number)
 
     def config(self, epoch: int) -> StoreConfig:
         """Return the configuration of the stores."""
         config = super().config(epoch)
         step_bytes = self.shape.step_pages * self.geometry.page_bytes
         return structs.replace(config, device=DeviceTier(pages=self.shape.device, step_bytes=step_bytes))
-
-
-    def strangers(self, caller: Caller) -> int:
-        """Say how many slots of a tier may be of no page that the model knows; sequences compute into some."""
-        return super().strangers(caller) or cast("DeviceCaller", caller).private

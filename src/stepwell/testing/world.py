@@ -37,7 +37,7 @@ class Shape:
     """What a world is made of.
 
     geometry: index into GEOMETRIES. host: slots. shared, disk: volumes. selective: disk writes are. stores: on the same
-    directories, each as a process of its own would have it.
+    directories, each as a process of its own would have it. device: slots; step_pages: what one step moves of them.
     """
 
     geometry: int = 0
@@ -46,6 +46,8 @@ class Shape:
     disk: int = 1
     selective: bool = False
     stores: int = 1
+    device: int = 0
+    step_pages: int = 64
 
 
 class World:
@@ -66,7 +68,11 @@ class World:
         self.ever: set[tuple[int, bytes]] = set()  # pages that were resident in a lasting tier of some process
         self.callers: list[Caller] = []
         for number in range(shape.stores):
-            self.callers.append(Caller(self, number))
+            self.callers.append(self.make_caller(number))
+
+    def make_caller(self, number: int) -> Caller:
+        """Begin one of the processes."""
+        return Caller(self, number)
 
     @property
     def is_shared(self) -> bool:
