@@ -33,6 +33,13 @@ SHORT_PATHS: Final = tuple(path for path in PATHS if len(path) < MOST_PAGES)
 class SequenceOperations(Operations):
     """What engines do with sequences, and what happens to their device; beside all that Operations has."""
 
+    def end(self) -> None:
+        """Give everything back, and scan what is left; probes have ended by then."""
+        self.advance(60.0)
+        for who in range(len(self.world.callers)):
+            self.tick(who)
+        super().end()
+
     def caller(self, who: int) -> DeviceCaller:
         """Return one of the callers."""
         return cast("DeviceCaller", super().caller(who))

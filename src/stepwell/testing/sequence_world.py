@@ -164,7 +164,13 @@ class DeviceCaller(Caller):
         for key, page in self.model.pages.items():
             if ARRIVING in page.at[DEVICE + 1 :]:
                 raise BrokenPromise(f"nothing is left to do, and page {name(key)} has not arrived")
+        self.check_returned()
         return count
+
+    def landed(self) -> None:
+        """Judge what a unit of the mover has done. What it finds damaged is given up on the device later."""
+        self.may_drop = self.may_drop or super().may_lose
+        super().landed()
 
     def drain(self) -> None:
         """Do the store's half of a step, and judge it."""
@@ -275,7 +281,7 @@ class DeviceCaller(Caller):
                 raise BrokenPromise(f"page {it.places.index(place)} of {it.it!r} holds wrong bytes")
 
     def audit(self) -> None:
-        """Scan the index, and every page of the device; where nothing is open, nothing may be held."""
+        """Scan the index, and every page of the device."""
         super().audit()
         if not self.device.is_reset:
             labels = self.labels(DEVICE)
@@ -283,14 +289,16 @@ class DeviceCaller(Caller):
             for (key, epoch, _, _), row in zip(labels.values(), rows, strict=False):
                 if row.tobytes() != self.page(epoch, key):
                     raise BrokenPromise(f"page {name(key)} is resident on the device, and its bytes are wrong there")
-        if not (self.sequences or self.running or self.held or self.probed or self.pins):
-            if any(ARRIVING in page.at for page in self.model.pages.values()):
-                return
-            for tier in self.tiers:
-                counts = self.index.counts(Tier(tier))
-                is_quarantined = tier == DEVICE and counts["quarantined"]  # a drain has mended what nobody held
-                if counts["pinned"] or counts["arriving"] or counts["leaving"] or is_quarantined:
-                    raise BrokenPromise(f"nothing is open, and of {Tier(tier)} is held {counts}")
+
+    def check_returned(self) -> None:
+        """Where nothing is open or under way, nothing may be held. Requires: settle() has just been called."""
+        if self.sequences or self.running or self.held or self.probed or self.pins:
+            return
+        for tier in self.tiers:
+            counts = self.index.counts(Tier(tier))
+            is_quarantined = tier == DEVICE and counts["quarantined"]  # a drain has mended what nobody held
+            if counts["pinned"] or counts["arriving"] or counts["leaving"] or is_quarantined:
+                raise BrokenPromise(f"nothing is open, and of {Tier(tier)} is held {counts}")
 
 
 class SequenceWorld(World):
