@@ -505,9 +505,13 @@ def test_fewer_threads_and_more_have_an_order_too(threads: int) -> None:
     ],
 )
 def test_a_store_that_lies_is_found(kind: str, spoil: Callable[[PageStore], None], what: str) -> None:
-    violations = run(Plan(seed=1, kind=kind), prepare=spoil).violations
-    assert any(what in violation for violation in violations)
-    assert "again: python -m stepwell.testing.recorder --seed 1" in violations[0]
+    """A lie shows only where threads happen to look at it: one of a few runs has to."""
+    for seed in range(1, 9):
+        violations = run(Plan(seed=seed, kind=kind), prepare=spoil).violations
+        if any(what in violation for violation in violations):
+            assert f"again: python -m stepwell.testing.recorder --seed {seed}" in violations[0]
+            return
+    raise AssertionError("eight histories of a store that lies were all explained")
 
 
 @pytest.mark.usefixtures("no_leaks")
