@@ -298,6 +298,7 @@ class Caller:
             self.world.is_failing
             or self.world.is_shared
             or self.model.has_damage
+            or any(row[QUARANTINED] for row in self.model.counts)
             or self.has_cancelled
             or any(each.excused or each.doubtful for each in self.running)
         )
