@@ -6,13 +6,11 @@ hash only as far as they follow each other, as a match does it. Found by recorde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Residency, Tier
-from store_kit import PAGE_TOKENS, Rig, chain, stamps
+from store_kit import PAGE_TOKENS, OpenRig, Rig, chain, stamps
 
 PAGES = 40  # more than are hashed at once
 GAP = 2
@@ -31,7 +29,7 @@ def on_disk(rig: Rig) -> list[int]:
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["", "after a restart"])
-def test_pages_behind_a_gap_are_forgotten(open_rig: Callable[..., Rig], restarts: bool) -> None:
+def test_pages_behind_a_gap_are_forgotten(open_rig: OpenRig, restarts: bool) -> None:
     rig = open_rig(host=0, shared=0)
     save_behind_a_gap(rig)
     if restarts:
