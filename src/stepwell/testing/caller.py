@@ -18,7 +18,7 @@ from stepwell.pins import Pinned
 from stepwell.pool import LentPool, PoolSlice, lend_canonical
 from stepwell.testing.model import (
     ARRIVING,
-    QUARANTINED,
+    NOWHERE,
     RESIDENT,
     TIERS,
     After,
@@ -99,6 +99,7 @@ class Caller:
         self.index, self.state = self.store._index, self.store._index.state
         self.store.mover.before, self.store.mover.after = self.claimed, self.landed
         self.pool: LentPool = lend_canonical(self.store._shape, self.rows)
+        self.place = self.tiers
         self.free = list(range(POOL_SLOTS))
         self.running: list[Running] = []
         self.held: list[Held] = []
@@ -236,9 +237,13 @@ class Caller:
             Those of the wanted ones that began to arrive somewhere.
         """
         state, model, world = self.state, self.model, self.world
-        looked_at = [*model.pages, *step.wanted, *step.returns] if keys is None else keys
-        now: dict[bytes, States] = {key: state(key, KV) for key in looked_at}
-        coming = [key for key in step.wanted if _begins(model.states(key), now[key])] if step.wanted else []
+        pages = model.pages
+        now: dict[bytes, States] = {}
+        for key in [*pages, *step.wanted, *step.returns] if keys is None else keys:
+            became = state(key, KV)
+            if became != (pages[key].at if key in pages else NOWHERE):
+                now[key] = became
+        coming = [key for key in step.wanted if key in now and _begins(model.states(key), now[key])]
         if world.is_failing:
             self.ghosts.update(
                 (key, tier) for key in now for tier in self.lasting if model.states(key)[tier] != now[key][tier]
@@ -286,9 +291,9 @@ class Caller:
         if not (self.world.is_failing or model.has_damage):
             moving = [key for key, page in model.pages.items() if ARRIVING in page.at]
         self.doubt()
-        before = sum(row[QUARANTINED] for row in model.counts)
+        before = model.quarantined
         self.see(Step(lands=True, gives_up=self.may_lose), moving)
-        self.counted["quarantined"] += max(0, sum(row[QUARANTINED] for row in model.counts) - before)
+        self.counted["quarantined"] += max(0, model.quarantined - before)
         self.poll()
 
     @property
@@ -298,7 +303,7 @@ class Caller:
             self.world.is_failing
             or self.world.is_shared
             or self.model.has_damage
-            or any(row[QUARANTINED] for row in self.model.counts)
+            or self.model.quarantined > 0
             or self.has_cancelled
             or any(each.excused or each.doubtful for each in self.running)
         )

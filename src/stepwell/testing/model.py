@@ -34,6 +34,8 @@ TIERS = len(Tier)
 
 States = tuple[int, ...]
 """The residency of one page, by tier."""
+NOWHERE: States = (ABSENT,) * TIERS
+UNPINNED = [0] * TIERS
 
 
 class BrokenPromise(AssertionError):  # noqa: N818 it is what it says
@@ -46,7 +48,7 @@ class Page:
 
     parent: bytes | None = None  # None: it is the first of its chain, or nobody has said
     children: int = 0
-    at: list[int] = field(default_factory=lambda: [ABSENT] * TIERS)
+    at: States = NOWHERE
     pins: list[int] = field(default_factory=lambda: [0] * TIERS)  # of leases, where they found it
     claims: int = 0  # of transfers that bring it somewhere: they hold it in every tier
     holds: int = 0  # of pin()
@@ -118,6 +120,7 @@ class StoreModel:
         self.order: list[list[bytes]] = [[] for _ in range(TIERS)]
         self.counts = [[0] * len(Residency) for _ in range(TIERS)]  # of `pages`, by tier and residency
         self.damages = 0
+        self.quarantined = 0
         self.holds: dict[bytes, int] = {}  # last page of a pinned chain -> pins
         self.courtesies: set[bytes] = set()  # pages that probes have asked for: they stay if that costs nobody anything
         self.carried: set[bytes] = set()  # pages that the store brings nearer by itself: they stay until that has ended
@@ -127,7 +130,7 @@ class StoreModel:
     def states(self, key: bytes) -> States:
         """Say what a page is in each tier."""
         page = self.pages.get(key)
-        return (ABSENT,) * TIERS if page is None else tuple(page.at)
+        return NOWHERE if page is None else page.at
 
     def nearest(self, key: bytes, usable: Collection[int]) -> tuple[int | None, Miss]:
         """Say in which tier a page is read, the one nearest to the computation; or why in none."""
@@ -181,8 +184,8 @@ class StoreModel:
 
     def adds_up(self, tier: int, counts: Mapping[str, int], *, others: int = 0) -> None:
         """Hold a tier's slots to (4). others: slots of pages of other epochs, and those a sequence computes into."""
-        parts = sum(counts[part] for part in ("free", "arriving", "resident", "leaving", "quarantined"))
-        if parts != counts["capacity"]:
+        used = counts["arriving"] + counts["resident"] + counts["leaving"] + counts["quarantined"]
+        if counts["free"] + used != counts["capacity"]:
             raise BrokenPromise(f"{Tier(tier)}: slots do not add up: {counts}")
         for name, residency in (("arriving", ARRIVING), ("resident", RESIDENT), ("quarantined", QUARANTINED)):
             here = self.counts[tier][residency]
@@ -319,7 +322,8 @@ class StoreModel:
     def _put(self, page: Page, tier: int, residency: int) -> None:
         self.counts[tier][page.at[tier]] -= 1
         self.counts[tier][residency] += 1
-        page.at[tier] = residency
+        self.quarantined += (residency == QUARANTINED) - (page.at[tier] == QUARANTINED)
+        page.at = (*page.at[:tier], residency, *page.at[tier + 1 :])
         self.damages -= page.damaged[tier]
         page.damaged[tier] = False
         page.is_left &= ARRIVING in page.at
@@ -423,7 +427,7 @@ class StoreModel:
     def _empty(self) -> None:
         self.pages = {}
         self.order = [[] for _ in range(TIERS)]
-        self.damages = 0
+        self.damages = self.quarantined = 0
         self.counts = [[0] * len(Residency) for _ in range(TIERS)]
         self.holds.clear()
         self.courtesies.clear()
@@ -456,7 +460,7 @@ class StoreModel:
         for key in keys:
             page = self.pages.get(key)
             while page is not None and not (
-                any(page.at) or any(page.pins) or page.claims or page.holds or page.children
+                page.at != NOWHERE or page.children or page.claims or page.holds or page.pins != UNPINNED
             ):
                 del self.pages[key]
                 if page.parent is None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from stepwell import _core
 from stepwell.geometry import PageGeometry
 from stepwell.hashing import Namespace, prefix_hashes
-from stepwell.index import ClaimOutcome, Taken, Tier
+from stepwell.index import ClaimOutcome, Tier
 from stepwell.lease import Match
 from stepwell.mover import Inbox, SaveOutcome, Transfer, core_transfer
 from stepwell.pins import Pinned
