@@ -261,7 +261,7 @@ class Operations:
 
     # ---- what runs ---------------------------------------------------------------------------------------------------
 
-    @operation(20, who=CALLERS, units=(1, 1, 1, 2, 8))
+    @operation(26, who=CALLERS, units=(1, 1, 1, 2, 4))
     def move(self, who: int, units: int) -> bool:
         """Let the mover do some units of work."""
         it = self.caller(who)
@@ -299,7 +299,7 @@ class Operations:
             it.poll()
         return True
 
-    @operation(3, who=CALLERS)
+    @operation(2.5, who=CALLERS)
     def tick(self, who: int) -> bool:
         """Do every background round."""
         it = self.caller(who)
@@ -538,7 +538,7 @@ class Operations:
 
     # ---- what happens to processes and files -------------------------------------------------------------------------
 
-    @operation(0.3, who=CALLERS)
+    @operation(0.15, who=CALLERS)
     def reopen(self, who: int) -> bool:
         """Close the store and open it again."""
         if self.world.is_failing:
@@ -546,7 +546,7 @@ class Operations:
         self.world.reopen(self.caller(who))
         return True
 
-    @operation(0.3, who=CALLERS)
+    @operation(0.15, who=CALLERS)
     def crash(self, who: int) -> bool:
         """Kill the process in whatever it does, and start it again."""
         if self.world.is_shared or self.world.is_failing:
