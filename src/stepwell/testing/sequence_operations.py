@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.errors import DeviceResetError, StepwellUsageError
+from stepwell.index import Tier
 from stepwell.testing.model import ARRIVING, QUARANTINED, RESIDENT, BrokenPromise, Step, name
-from stepwell.testing.operations import CALLERS, MOST_PAGES, PATHS, SPACES, Operations, operation
+from stepwell.testing.operations import BELOW, CALLERS, MOST_PAGES, PATHS, SPACES, Operations, operation
 from stepwell.testing.pages import PAGE_TOKENS, prefix
 from stepwell.testing.sequence_model import Hold, State
 from stepwell.testing.sequence_world import DEVICE, MOST_SEQUENCES, MOST_TOKENS, DeviceCaller, Open, StepFailedError
@@ -193,7 +194,7 @@ class SequenceOperations(Operations):
             each.computed = upto
         return slots, pages
 
-    @operation(0.4, who=CALLERS, renews=(True, True, False))
+    @operation(0.6, who=CALLERS, renews=(True, False))
     def fail_step(self, who: int, renews: bool) -> bool:
         """Have a step raise: the pool is lost, and with it all that sequences have there."""
         it = self.caller(who)
@@ -417,6 +418,12 @@ class SequenceOperations(Operations):
         """Drop the pages of a prompt past its first ones."""
         self.caller(who).soften_loads()
         return super().forget(who, path, space, keep)
+
+    @operation(1, who=CALLERS, path=PATHS, space=SPACES, tier=BELOW, page=range(MOST_PAGES))
+    def damage(self, who: int, path: tuple[int, ...], space: int, tier: int, page: int) -> bool:
+        """Change one bit of a page where a tier keeps it; in host memory not between its check and its scatter."""
+        loads = any(each.target > each.ready for each in self.caller(who).sequences)
+        return not (tier == Tier.HOST and loads) and super().damage(who, path, space, tier, page)
 
     @operation(0.3, who=CALLERS, epoch=range(3))
     def set_epoch(self, who: int, epoch: int) -> bool:
