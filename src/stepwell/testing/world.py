@@ -10,6 +10,7 @@ Nothing here depends on anything but the shape, the seed and the operations: the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Iterable, Mapping
@@ -140,7 +141,7 @@ class World:
         kept.mkdir()
         for each in (self.shared, self.disk):
             if each.exists():
-                shutil.copytree(each, kept / each.name)
+                shutil.copytree(each, kept / each.name, copy_function=_copy)
         self._close(caller)
         for each in (self.shared, self.disk):
             shutil.rmtree(each, ignore_errors=True)
@@ -217,3 +218,9 @@ class World:
         _core.fault_clear()
         for caller in self.callers:
             self._close(caller)
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file, unless it has gone: an index, which is written beside the store, is renamed or removed meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, target)
