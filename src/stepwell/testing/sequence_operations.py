@@ -20,13 +20,15 @@ import numpy.typing as npt
 
 from stepwell.errors import DeviceResetError, StepwellUsageError
 from stepwell.index import Tier
-from stepwell.testing.model import ARRIVING, QUARANTINED, RESIDENT, BrokenPromise, Step, name
+from stepwell.testing.model import ABSENT, ARRIVING, QUARANTINED, RESIDENT, BrokenPromise, Step, name
 from stepwell.testing.operations import BELOW, CALLERS, MOST_PAGES, PATHS, SPACES, Operations, operation
 from stepwell.testing.pages import PAGE_TOKENS, prefix
 from stepwell.testing.sequence_model import Hold, State
 from stepwell.testing.sequence_world import DEVICE, MOST_SEQUENCES, MOST_TOKENS, DeviceCaller, Open, StepFailedError
 
 MASKS: Final = tuple(range(1, 1 << MOST_SEQUENCES))
+CLAIMED: Final = 1
+"""What sequence.py calls a slot whose page its sequence computes."""
 WHICH: Final = tuple(range(MOST_SEQUENCES))
 SHORT_PATHS: Final = tuple(path for path in PATHS if len(path) < MOST_PAGES)
 
@@ -153,15 +155,25 @@ class SequenceOperations(Operations):
         ):
             mine = self.claims(it, each, pages if ok else 0, was, taken)
             each.extended(pages if ok else 0, slots, mine.__contains__)
+        for was in before:
+            for key, state in was.items():
+                if state != ARRIVING and it.model.states(key)[DEVICE] == ARRIVING and key not in taken:
+                    raise BrokenPromise(f"page {name(key)} is on its way, and nobody computes it")
         return True
 
     @staticmethod
     def claims(it: DeviceCaller, each: Open, pages: int, was: Mapping[bytes, int], taken: set[bytes]) -> set[int]:
-        """Say which of its new pages a sequence has a claim to: those that were not on the device, nor on their way."""
+        """Say which of its new pages a sequence has a claim to: those that were not on the device, nor on their way.
+
+        One that was on the device and left it for this call is claimed by one of those who look for it afterwards:
+        which, the store says.
+        """
         mine = set()
+        holds = each.it._block["hold"].tolist()
         for page in range(len(each.places), min(pages, len(each.keys))) if each.turn == it.turn else ():
             key = each.keys[page]
-            if it.model.states(key)[DEVICE] == ARRIVING and was[key] != ARRIVING and key not in taken:
+            is_begun = it.model.states(key)[DEVICE] == ARRIVING and was[key] != ARRIVING and key not in taken
+            if is_begun and (was[key] == ABSENT or holds[page] == CLAIMED):
                 mine.add(page)
                 taken.add(key)
         return mine

@@ -10,7 +10,6 @@ Nothing here depends on anything but the shape, the seed and the operations: the
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
 from collections.abc import Iterable, Mapping
@@ -141,7 +140,7 @@ class World:
         kept.mkdir()
         for each in (self.shared, self.disk):
             if each.exists():
-                shutil.copytree(each, kept / each.name, copy_function=_copy)
+                _copy(each, kept / each.name)
         self._close(caller)
         for each in (self.shared, self.disk):
             shutil.rmtree(each, ignore_errors=True)
@@ -220,7 +219,11 @@ class World:
             self._close(caller)
 
 
-def _copy(source: str, target: str) -> None:
-    """Copy a file, unless it has gone: an index, which is written beside the store, is renamed or removed meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copy2(source, target)
+def _copy(source: Path, target: Path) -> None:
+    """Copy a directory. An index, which is written beside the store, may be renamed or removed meanwhile; then it is
+    left out."""
+    try:
+        shutil.copytree(source, target)
+    except shutil.Error as error:
+        if any(".lmdb" not in str(name) for name, *_ in error.args[0]):
+            raise
