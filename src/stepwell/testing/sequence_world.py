@@ -124,7 +124,9 @@ class DeviceCaller(Caller):
     def end(self, it: Open, state: State) -> None:
         """Take back what a sequence had: it was suspended, lost or closed. What it loads comes to host memory still."""
         self.pin(it, -1)
-        for key in it.keys[it.ready : it.target] if it.epoch == self.epoch else ():
+        loads = it.keys[it.ready : it.target] if it.epoch == self.epoch else ()
+        self.model.carried.update(loads)  # the transfer that brings or checks them goes on
+        for key in loads:
             page = self.model.pages.get(key)
             if page is not None and ARRIVING in page.at:
                 page.is_left = True
@@ -132,6 +134,7 @@ class DeviceCaller(Caller):
 
     def soften_loads(self) -> None:
         """Have the model know which pages may stay: those that are on their way, or that a sequence loads."""
+        self.model.courtesies.update(self.model.carried)
         self.model.courtesies.update(key for key, page in self.model.pages.items() if ARRIVING in page.at)
         for it in self.sequences:
             self.model.courtesies.update(it.keys[it.ready : it.target])
