@@ -19,7 +19,7 @@ from stepwell.arrangement import STACKED, Part
 from stepwell.errors import GeometryError, StalePoolError
 from stepwell.geometry import PageGeometry
 from stepwell.tiers.device_pool import DEFAULT_BUCKETS, DEFAULT_OUTSTANDING_BYTES, DEFAULT_STEP_BYTES, LinearPool
-from stepwell.tiers.device_queue import Readiness, Result
+from stepwell.tiers.device_queue import Readiness, Result, ScatterTicket, TicketState
 
 Values = npt.NDArray[np.generic]
 Pages = npt.NDArray[np.uint8]
@@ -138,6 +138,15 @@ class NumpyPool(LinearPool[NumpyArray]):
         """Read slots outside of any step: for who looks on, not for an engine. Requires: the pool is not reset."""
         assert self._arrays is not None, "a pool between two steps has its arrays"
         return self.read(self._arrays, slots)
+
+    def awaited_slots(self) -> set[int]:
+        """Return the slots that queued scatters are going to write, for who looks on."""
+        return {
+            slot
+            for chunk in self._queue._chunks
+            if isinstance(chunk.ticket, ScatterTicket) and chunk.ticket.state is TicketState.QUEUED
+            for slot in chunk.slots[: chunk.count].tolist()
+        }
 
     # ---- what LinearPool asks ------------------------------------------------------------------------------------
 

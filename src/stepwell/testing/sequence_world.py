@@ -241,6 +241,11 @@ class DeviceCaller(Caller):
                 raise BrokenPromise(f"{given!r} has {given._page_count} pages, the model says none")
         if len(set(slots)) < len(slots):
             owns(self.sequences)
+        written = self.arrays.awaited_slots()
+        if written and len(written) > self.index.counts(Tier.DEVICE)["arriving"] - self.private:
+            raise BrokenPromise(f"scatters wait for slots {written}, and not so many pages are on their way")
+        if not written.isdisjoint(slots):
+            raise BrokenPromise(f"slots {written.intersection(slots)} of a sequence are still to be written by others")
         super().check()
         if not super().strangers:
             arriving = self.model.counts[DEVICE][ARRIVING]
