@@ -212,7 +212,7 @@ class VolumeIndex:
                 remembered = self._read_old(stop or threading.Event())
                 if stop is not None and stop.is_set():
                     self.close()
-                    return remembered
+                    return _nothing("its reader was stopped")  # or had just ended: nobody takes it over now
             _remove_environment(self._path)
             self._create()
         except (lmdb.Error, OSError) as error:
