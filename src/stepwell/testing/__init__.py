@@ -1,1 +1,12 @@
-"""Test tiers and stores: the specification as a model in a dict, faults as inputs, a mover that is stepped by hand."""
+"""Test stores, tiers and movers against what they promise. Read `model` first: it is the specification.
+
+    model            what a store promises, as a dict              index_model   the index, to the last id and slot
+    driver, machine  a store held to the model, step by step:      world, caller, operations, pages; stepped: no thread, no
+                     by a seed, or as hypothesis chooses           clock. sequence_*, numpy_device: with a device tier
+    recorder         threads on a real store, their calls          history, linearize, page_model, workers
+                     ordered and held to a model of each page
+    contract         what a tier must do, one's own too            tier, faulty, plugin, *_contract, tier_machine, trial, ...
+    faults, hooks    fault points of the core; a store that lies   powerloss     a power loss at any file call
+
+Commands: `python -m stepwell.testing`, `python -m stepwell.testing.recorder`, `pytest --stepwell-tier module:make`.
+"""
