@@ -356,6 +356,21 @@ def test_deeper_page_leaves_first_and_a_touched_path_leaves_last() -> None:
     assert left == [key.tobytes() for key in (others[2], others[1], own[2], own[1], own[0])]
 
 
+def test_pages_leave_in_the_order_of_use_however_many_are_used_between_two_evictions() -> None:
+    chain = Chain(0, slots=1000, tiers=(HOST,))
+    paths = [np.array([token], np.int32) for token in range(1000)]
+    slots = []
+    for path in paths:
+        chain.save(HOST, path)
+        lease = chain.index.match_and_pin(chain.space, path, 15).lease
+        slots += chain.index.lease_pages(lease, 0, 1)[2].tolist()
+        chain.index.release(lease)
+    used = np.random.default_rng(0).permutation(1000)
+    for number in used:
+        chain.index.release(chain.index.match_and_pin(chain.space, paths[number], 15).lease)
+    assert chain.index.take_victims(HOST, 1000).tolist() == [slots[number] for number in used]
+
+
 def test_victims_of_one_range_only_come_from_it() -> None:
     chain = Chain(1, 2, 3, 4, slots=2, tiers=(HOST,))
     chain.index.add_slots(HOST, 100, 2)

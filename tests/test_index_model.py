@@ -384,6 +384,7 @@ class Pair:
             if page.id is None:
                 return
             slot = page.slot[tier]
+            assert not self.index.quarantine(page.id, tier, slot + 1)  # of a read that began before the page came here
             assert self.index.quarantine(page.id, tier, slot) == self.model.quarantine(
                 page.name, tier
             )

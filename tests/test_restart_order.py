@@ -264,6 +264,23 @@ def test_stamps_from_the_future_count_as_now_and_keep_their_order() -> None:
     assert again.order() == [*(label[0] for _, label, _ in before), fresh]
 
 
+def test_stamps_from_the_future_keep_no_page_above_one_that_is_used_later() -> None:
+    """A volume whose clock was wrong is adopted, and then one that was used since by another process."""
+    wrong, right = Process(volumes=1), Process(volumes=1)
+    for process, clock in ((wrong, NOW), (right, NOW + 2 * SECOND)):
+        process.index.stand_clock_at(clock)
+        process.save([int(process is right)])
+        process.stamp()
+    future = [(slot, label, stamp + 365 * 86400 * SECOND) for slot, label, stamp in wrong.records()]
+    again = Process(volumes=0)
+    again.index.stand_clock_at(NOW + SECOND)
+    adopt(again.index, Tier.SHARED, 0, future)
+    again.index.stand_clock_at(NOW + 3 * SECOND)
+    adopt(again.index, Tier.SHARED, SLOTS, right.records())
+    keys = [prefix_hashes(np.array([i], np.int32), page_tokens=1)[0].tobytes() for i in (0, 1)]
+    assert again.order() == keys
+
+
 def test_a_clock_that_goes_back_changes_no_order() -> None:
     process = Process(volumes=1)
     for i, clock in enumerate((NOW, NOW - 3600 * SECOND, 1, NOW + 1, NOW - SECOND)):

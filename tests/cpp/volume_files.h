@@ -67,14 +67,14 @@ class VolumeFiles {
   VolumeFiles& operator=(const VolumeFiles&) = delete;
 
   // What a process does that takes the volume.
-  std::unique_ptr<Volume> open() {
+  std::unique_ptr<Volume> open(Durability durability = Durability::kProcess) {
     VolumeHeader found;
     std::array<std::byte, kHeaderBytes> bytes;
     if (::pread(metadata_, bytes.data(), bytes.size(), 0) != kHeaderBytes) throw std::runtime_error("header");
     const std::string reason = VolumeHeader::decode(bytes.data(), header_.metadata_bytes, header_.pages_bytes, &found);
     if (!reason.empty()) throw std::runtime_error(reason);
     return std::make_unique<Volume>(shape_, found, Descriptor(::dup(metadata_)),
-                                    pages_ >= 0 ? Descriptor(::dup(pages_)) : Descriptor(), false);
+                                    pages_ >= 0 ? Descriptor(::dup(pages_)) : Descriptor(), false, durability);
   }
   const VolumeHeader& header() const { return header_; }
   const PageShape& shape() const { return shape_; }

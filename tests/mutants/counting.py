@@ -19,6 +19,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
+# Machines of tests that draw their steps from a seed of their own: a call of this method is a step.
+_MACHINES = {"test_index_model": ("Pair", "step"), "test_sequence_random": ("Machine", "step")}
 _COUNTS = struct.Struct("<QQQ?")
 _BYTES = 4096
 
@@ -121,6 +123,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _COUNTER = pytest.StashKey[Counter]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    counter = session.config.stash[_COUNTER]
+    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
+        if module.__name__ in _MACHINES:
+            class_name, name = _MACHINES[module.__name__]
+            machine = getattr(module, class_name)
+            setattr(machine, name, _counting_steps(counter, getattr(machine, name)))
+
+
+def _counting_steps(counter: Counter, step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counter.stepped()
+        return step(*args, **kwargs)
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -235,7 +235,12 @@ class Tree:
 
     def _make(self, command: list[str | Path]) -> None:
         folder = Path(sys.executable).parent
-        environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        environment = {
+            **os.environ,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "CCACHE_BASEDIR": str(self._folder),  # what one tree has compiled the others have too
+            "CCACHE_NOHASHDIR": "1",
+        }
         made = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_BUILD_SECONDS, stdin=subprocess.DEVNULL
         )
