@@ -402,6 +402,20 @@ def test_evict_drops_exactly_what_was_asked(open_rig: OpenRig, tier: Tier, sizes
     assert rig.store.evict(Tier.DEVICE, 5) == 0  # there is none
 
 
+def test_the_slot_of_a_page_that_leaves_is_nobodys_before_its_record_is_freed(open_rig: OpenRig) -> None:
+    rig = open_rig(host=0, shared=0, low_watermark=0.0)
+    rig.save(chain(0, 10))
+    free = rig.store.stats().tiers["disk"].free
+    with inject("volume.retire", "pause", nth=1):
+        evicting = threading.Thread(target=rig.store.evict, args=(Tier.DISK, 1))
+        evicting.start()
+        wait_paused("volume.retire")
+        during = rig.store.stats().tiers["disk"]
+    evicting.join()
+    assert (during.free, during.leaving) == (free, 1)
+    assert rig.store.stats().tiers["disk"].free == free + 1
+
+
 def test_evicting_takes_the_tail_before_the_head_and_the_oldest_chain_first(open_rig: OpenRig) -> None:
     rig = open_rig(**TIERS["shared"])
     for number in (1, 2, 3):

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -82,6 +83,7 @@ class FakeMedium final : public Medium {
   std::atomic<int> yields{0};                // a slow medium: lets others run so many times before each call
   std::atomic<bool> through_scratch{false};  // reads into scratch, as a mapping does whose guard is not ours
   std::atomic<int> reads{0}, retires{0};
+  std::function<void()> at_retire;
 
   bool does_io() const noexcept override { return does_io_; }
 
@@ -140,6 +142,7 @@ class FakeMedium final : public Medium {
   }
 
   Status retire(uint32_t slot) noexcept override {
+    if (at_retire) at_retire();
     ++retires;
     states_[slot] = State::kFree;
     return Status::kOk;

@@ -777,6 +777,38 @@ TEST_CASE("a demoted page leaves its source record freed and its slot free, a fa
   world.check_settled();
 }
 
+TEST_CASE("a page that leaves for two tiers is kept where one of them has no copy") {
+  for (const bool fails : {false, true}) {
+    World world;
+    const auto saved = world.save(1, 1, tiers({kShared}));
+    TransferSpec spec = demote_spec(world, saved, kShared, kDisk);
+    ClaimBatch claims;
+    const Key key = key_of(1);
+    world.index.claim_absent_keys(&key, 1, 1, ParentState::kUnknown, Key{}, tiers({kHost}), &claims);
+    ++world.claimed;
+    world.index.unpin_pages(&spec.pages[0].page, 1);  // one pin a page, however many claims
+    spec.pages[0].roles[kHost] = Role::kSink;
+    spec.pages[0].slots[kHost] = claims.slots[kHost];
+    spec.pages[0].numbers[kHost] = claims.numbers[kHost];
+    if (fails) world.disk.finish_fails.arm(1, Status::kIOError);
+    world.finish(world.submit(std::move(spec)));
+    CHECK(world.residency(1, kHost) == Residency::kResident);
+    CHECK(world.residency(1, kShared) == (fails ? Residency::kResident : Residency::kAbsent));
+    world.check_settled();
+  }
+}
+
+TEST_CASE("the slot of a page that leaves is nobody's before its record is freed") {
+  World world;
+  const auto saved = world.save(1, 1, tiers({kShared}));
+  const uint64_t claimable = world.index.claimable(Tier::kShared);
+  world.shared.at_retire = [&] { CHECK(world.index.claimable(Tier::kShared) == claimable); };
+  world.finish(world.submit(demote_spec(world, saved, kShared, kDisk)));
+  CHECK(world.shared.retires == 1);
+  CHECK(world.index.claimable(Tier::kShared) == claimable + 1);
+  world.check_settled();
+}
+
 TEST_CASE("a cancelled demotion keeps its sources") {
   World world;
   const auto saved = world.save(1, 3, tiers({kShared}));

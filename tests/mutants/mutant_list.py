@@ -100,11 +100,17 @@ def sources(root: Path) -> list[str]:
     return [name for name in listed.decode().split("\0") if name and (root / name).is_file()]
 
 
-def sources_digest() -> str:
-    """Name what the suite is about: the sources and the tests, but for this folder."""
-    digest = hashlib.sha256()
+def digest_of(line: str) -> str:
+    """Name what a command runs: the sources, and the tests that it is about with what these share."""
+    digest = hashlib.sha256(line.encode())
+    own = line.split()[0].partition("::")[0]
     for name in sorted(sources(ROOT)):
-        if name.startswith(("src/", "csrc/", "tests/")) and not name.startswith("tests/mutants/"):
+        path = Path(name)
+        is_shared = path.parent == Path("tests") and path.suffix == ".py" and not path.name.startswith("test_")
+        is_part = (
+            name == own or is_shared if line.startswith("tests/") else name.startswith(("tests/cpp/", "tests/stress/"))
+        )
+        if is_part or name.startswith(("src/", "csrc/")):
             digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -38,11 +38,11 @@ class Run:
     writes_table: bool
     rows: dict[str, Row]
     control_file: Path
-    control_of: str  # the sources that `control` is of
     wrong: list[str] = field(default_factory=list)
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    control: dict[str, float] = field(default_factory=dict)  # seconds of each command without a mutant
+    control: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """How long each command took without a mutant, and the digest of what it ran then."""
 
     def say(self, text: str) -> None:
         """Print a line of progress."""
@@ -84,7 +84,7 @@ class Run:
         self.say(f"{self.done:3d}/{self.total} {seconds:6.1f} s  {mutant.name}: {found}")
 
     def see_pass(self, line: str) -> None:
-        """See that a command passes without a mutant; one that does not is told of by each mutant that it is to catch."""
+        """See that a command passes without a mutant; of one that does not each mutant tells that it is to catch."""
         tree = self.trees.get()
         try:
             self.limit_of(line, tree)
@@ -99,16 +99,17 @@ class Run:
         Raises:
             ListError: it does not.
         """
+        digest = mutant_list.digest_of(line)
         with self.lock:
-            known = self.control.get(line)
-        if known is None:
+            of, known = self.control.get(line, ("", 0.0))
+        if of != digest:
             outcome = tree.run(line, limit=LEAST_SECONDS * SLACK)
             if outcome.has_failed:
                 raise ListError(f"{line} fails without a mutant:\n{outcome.output[-4000:]}")
             known = outcome.seconds
             with self.lock:
-                self.control[line] = known
-                write_whole(self.control_file, json.dumps({"of": self.control_of, "seconds": self.control}, indent=1))
+                self.control[line] = (digest, known)
+                write_whole(self.control_file, json.dumps(self.control, indent=1))
         return max(LEAST_SECONDS, SLACK * known)
 
     def note_wrong(self, text: str) -> None:
@@ -176,14 +177,11 @@ def main(arguments: list[str] | None = None) -> int:
     trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for number in range(min(options.jobs, max(1, len(chosen)))):
         trees.put(Tree(ROOT, folder / str(number), is_core_installed=options.installed))
-    run = Run(
-        mutants, trees, len(chosen), not options.no_table, rows, folder / "control.json", mutant_list.sources_digest()
-    )
+    run = Run(mutants, trees, len(chosen), not options.no_table, rows, folder / "control.json")
     if run.control_file.exists():
-        before = json.loads(run.control_file.read_text())
-        run.control = before["seconds"] if before["of"] == run.control_of else {}
+        run.control = json.loads(run.control_file.read_text())
     with ThreadPoolExecutor(options.jobs) as pool:
-        # While the sources are as they were built: what comes later is seen to pass when it is wanted.
+        # The first ones while nothing is to be compiled for it.
         list(pool.map(run.see_pass, dict.fromkeys(mutant.catch[0] for mutant in chosen)))
         list(pool.map(run.try_mutant, chosen))
     for text in run.wrong:

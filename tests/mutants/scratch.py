@@ -21,10 +21,11 @@ LEAST_SECONDS = 90.0
 """A command may run for so long, or 20 times as long as without a mutant; then it hangs."""
 _BUILD_SECONDS = 1800.0
 _HUNG = "hang"
-_ISOLATE = (
-    ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"],
-    ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"],
-)
+_ISOLATION = [
+    *("setpriv", "--pdeathsig", "KILL"),  # with this script all that it has started
+    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("sh", "-c", 'mount -t tmpfs none /dev/shm || exit; "$@"; exit $?', "sh"),  # process 1 stays: it takes no signals
+]
 
 
 class ListError(Exception):
@@ -46,12 +47,11 @@ class Outcome:
 def _isolation() -> list[str]:
     """Return what has a command run with processes and shared memory of its own, which end with it; [] if not to be
     had: then a command that crashes may leave files in /dev/shm."""
-    prefix = [*_ISOLATE[0], *_ISOLATE[1]]
     try:
-        subprocess.run([*prefix, "true"], check=True, capture_output=True, timeout=30)
+        subprocess.run([*_ISOLATION, "true"], check=True, capture_output=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return []
-    return prefix
+    return _ISOLATION
 
 
 class Tree:
@@ -242,7 +242,12 @@ class Tree:
             "CCACHE_NOHASHDIR": "1",
         }
         made = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_BUILD_SECONDS, stdin=subprocess.DEVNULL
+            [*self._isolation, *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_BUILD_SECONDS,
+            stdin=subprocess.DEVNULL,
         )
         if made.returncode != 0:
             raise ListError(f"does not compile:\n{(made.stdout + made.stderr)[-4000:]}")
