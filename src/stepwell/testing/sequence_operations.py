@@ -30,7 +30,8 @@ MASKS: Final = tuple(range(1, 1 << MOST_SEQUENCES))
 CLAIMED: Final = 1
 """What sequence.py calls a slot whose page its sequence computes."""
 WHICH: Final = tuple(range(MOST_SEQUENCES))
-SHORT_PATHS: Final = tuple(path for path in PATHS if len(path) < MOST_PAGES)
+TRUNK: Final = tuple(path for path in PATHS if sum(path) < 2 and (len(path) > 1 or path == (0,)))
+"""The middle of the tree of prompts: few pages, so that what one sequence has published another one finds."""
 
 
 class SequenceOperations(Operations):
@@ -59,12 +60,12 @@ class SequenceOperations(Operations):
 
     # ---- opening and loading -----------------------------------------------------------------------------------------
 
-    @operation(9, who=CALLERS, path=SHORT_PATHS, space=SPACES, extra=range(4))
+    @operation(11, who=CALLERS, path=TRUNK, space=SPACES, extra=range(4))
     def open_(self, who: int, path: tuple[int, ...], space: int, extra: int) -> bool:
         """Open a sequence: what is cached of its prompt is found, and begins to come to the device."""
         return self.open_many(who, (len(path),), path, space, extra)
 
-    @operation(3, who=CALLERS, lengths=((1, 2), (3, 3), (2, 4, 1)), path=PATHS, space=SPACES, extra=range(4))
+    @operation(3, who=CALLERS, lengths=((1, 2), (3, 3), (2, 4, 1)), path=TRUNK, space=SPACES, extra=range(4))
     def open_many(self, who: int, lengths: tuple[int, ...], path: tuple[int, ...], space: int, extra: int) -> bool:
         """Open several sequences, each of the first pages of a path."""
         it = self.caller(who)
@@ -92,7 +93,7 @@ class SequenceOperations(Operations):
         """Return the tokens of a sequence."""
         return np.array([token for branch in it.path for token in (7, 7, 7, branch)] + [7] * it.extra, np.int32)
 
-    @operation(5, who=CALLERS, which=WHICH)
+    @operation(8, who=CALLERS, which=WHICH)
     def promote(self, who: int, which: int) -> bool:
         """Look again for pages that others have finished."""
         it = self.caller(who)
@@ -366,7 +367,7 @@ class SequenceOperations(Operations):
             raise BrokenPromise(f"wait() returned {settled} of {chosen}")
         return True
 
-    @operation(6, who=CALLERS)
+    @operation(10, who=CALLERS)
     def land(self, who: int) -> bool:
         """Hand what a gather has brought to the mover."""
         return self.caller(who).land()
@@ -379,7 +380,7 @@ class SequenceOperations(Operations):
         setattr(it.arrays, how, 1)
         return True
 
-    @operation(4, who=CALLERS, pages=(1, 2, 3, 100))
+    @operation(9, who=CALLERS, pages=(2, 3, 100, 100))
     def evict_device(self, who: int, pages: int) -> bool:
         """Have pages leave the device."""
         return self.evict(who, DEVICE, pages)
