@@ -1,4 +1,4 @@
-"""Random interleavings of everything sequences do, against a model.
+"""Random interleavings of everything sequences do on a pool of JAX, against a model.
 
 Each page on the device is the one that its tokens, namespace and weights say, whatever happened before. The mover is
 stepped and the keeper called by hand, so that a seed decides all: a failure is replayed by running its test alone.
@@ -38,7 +38,7 @@ from stepwell.index import Tier
 from stepwell.sequence import Sequence
 from store_kit import Directories
 
-SEEDS = 16
+SEEDS = 6
 OPERATIONS = 150
 NAMESPACES = (None, Namespace(adapter="other"))
 
