@@ -68,6 +68,16 @@ void Taken::add_lease(uint64_t lease) {
   }
 }
 
+void Taken::add_hold(uint64_t hold) {
+  if (hold == 0) return;
+  try {
+    holds_.push_back(hold);
+  } catch (...) {
+    quietly([&] { index_->unhold(hold); });
+    throw;
+  }
+}
+
 void Taken::retain(uint64_t lease) {
   if (lease == 0) return;
   index_->retain(lease);
@@ -78,12 +88,14 @@ void Taken::hand_on() noexcept {
   claims_.clear();
   pins_.clear();
   leases_.clear();
+  holds_.clear();
 }
 
 void Taken::give_back() noexcept {
   for (const Claim& claim : claims_) abort(claim);
   for (const PageId page : pins_) unpin(page);
   for (const uint64_t lease : leases_) quietly([&] { index_->release(lease); });
+  for (const uint64_t hold : holds_) quietly([&] { index_->unhold(hold); });
   hand_on();
 }
 

@@ -1,4 +1,5 @@
-// What a call has taken of an index and not handed on yet: claims, with the pins that came with them, and leases.
+// What a call has taken of an index and not handed on yet: claims, the pins that came with them, leases,
+// holds.
 //
 // In Python ctrl-C comes as an exception, after any call of the core that took a while: also between a claim and what
 // takes it over, and before its result has a name. So the call that claims puts down here what it claimed.
@@ -29,10 +30,12 @@ class Taken {
   void add_lease(uint64_t lease);
   // One more owner of a lease.
   void retain(uint64_t lease);
-  bool empty() const noexcept { return claims_.empty() && pins_.empty() && leases_.empty(); }
+  // One owner of a hold; 0: there is none. Throws std::bad_alloc: then it was dropped.
+  void add_hold(uint64_t hold);
+  bool empty() const noexcept { return claims_.empty() && pins_.empty() && leases_.empty() && holds_.empty(); }
   // Somebody else returns all of it from now on.
   void hand_on() noexcept;
-  // Returns all of it: ARRIVING pages are ABSENT again, pins and leases end. Never throws.
+  // Returns all of it: ARRIVING pages are ABSENT again, pins, leases and holds end. Never throws.
   void give_back() noexcept;
 
  private:
@@ -50,6 +53,7 @@ class Taken {
   std::vector<Claim> claims_;
   std::vector<PageId> pins_;
   std::vector<uint64_t> leases_;
+  std::vector<uint64_t> holds_;
 };
 
 }  // namespace stepwell

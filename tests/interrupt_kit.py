@@ -8,8 +8,11 @@ from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-LOOKS = ("RESUME", "JUMP_BACKWARD", "CALL", "BEFORE_WITH")
+LOOKS = ("RESUME", "JUMP_BACKWARD", "CALL")
 """Python looks for signals when it has done one of these: a function begins, a loop goes on, a call returns."""
+
+Done = tuple[str, int | None]
+"""An instruction, and where the handler begins that an exception finds there."""
 
 
 class Interrupter:
@@ -21,8 +24,8 @@ class Interrupter:
     def __init__(self, nth: int, modules: tuple[ModuleType, ...]) -> None:
         self._left = nth
         self._files = {module.__file__ for module in modules}
-        self._done: dict[FrameType, str] = {}  # what each frame has done last
-        self._names: dict[CodeType, dict[int, str]] = {}
+        self._done: dict[FrameType, Done] = {}  # what each frame has done last
+        self._known: dict[CodeType, dict[int, Done]] = {}
         self.has_fired = False
         self.where = ""
 
@@ -52,11 +55,22 @@ class Interrupter:
 
     def _look(self, frame: FrameType) -> None:
         code = frame.f_code
-        if code not in self._names:
-            self._names[code] = {each.offset: each.opname for each in dis.get_instructions(code)}
-        done, self._done[frame] = self._done.get(frame, ""), self._names[code][frame.f_lasti]
-        if done.startswith(LOOKS):
+        if code not in self._known:
+            self._known[code] = _instructions(code)
+        (done, handler), now = self._done.get(frame, ("", None)), self._known[code][frame.f_lasti]
+        self._done[frame] = now
+        # What is raised here is raised at the next instruction; Python raises it at the one that it has done. Where the
+        # two have not the same handler (the last call in a `with` block, and the way out of it), it is not the same.
+        if done.startswith(LOOKS) and handler == now[1]:
             self._left -= 1
             if self._left == 0:
                 self.has_fired, self.where = True, f"{code.co_qualname}:{frame.f_lineno}"
                 raise KeyboardInterrupt
+
+
+def _instructions(code: CodeType) -> dict[int, Done]:
+    read = dis.Bytecode(code)
+    handlers = {
+        offset: each.target for each in read.exception_entries for offset in range(each.start, each.end, 2)
+    }
+    return {each.offset: (each.opname, handlers.get(each.offset)) for each in read}

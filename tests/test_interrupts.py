@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from interrupt_kit import Interrupter
-from stepwell import copies, lease, staging, store
+from stepwell import copies, lease, pins, room, staging, store
+from stepwell.clock import ManualClock
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, resume, wait_paused
 from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, assert_unpinned, assert_whole, chain
 
-MODULES = (store, copies, staging, lease)
+MODULES = (store, copies, room, staging, lease, pins)
 PAGES = 3
+PIN_SECONDS = 10.0
 
 
 def keys_of(tokens: Tokens) -> np.ndarray:
@@ -49,8 +51,20 @@ def probe(rig: Rig, tokens: Tokens) -> None:
     rig.store.probe(keys_of(tokens), lease=0.0)
 
 
+def evict(rig: Rig, tokens: Tokens) -> None:
+    rig.store.evict(Tier.SHARED, PAGES)
+
+
+def clear(rig: Rig, tokens: Tokens) -> None:
+    rig.store.clear()
+
+
 def forget(rig: Rig, tokens: Tokens) -> None:
-    rig.store.forget(tokens, keep=tokens.size)
+    rig.store.forget(tokens, keep=PAGE_TOKENS)
+
+
+def pin(rig: Rig, tokens: Tokens) -> None:
+    rig.store.pin(tokens, ttl=PIN_SECONDS)
 
 
 def assert_nothing_is_left(rig: Rig) -> None:
@@ -89,7 +103,7 @@ def test_an_interrupted_save_returns_its_claims(open_rig: OpenRig, call: Callabl
     assert interrupt_everywhere(rig, prepare, call) > 30
 
 
-@pytest.mark.parametrize("call", [match, load, load_keys, probe, forget])
+@pytest.mark.parametrize("call", [match, load, load_keys, probe])
 def test_an_interrupted_look_up_or_load_returns_its_pins_and_claims(
     open_rig: OpenRig, call: Callable[[Rig, Tokens], None]
 ) -> None:
@@ -134,6 +148,43 @@ def test_an_interrupted_look_up_of_a_neighbours_pages_returns_their_claims(
 
     assert interrupt_everywhere(reader, prepare, call) > 20
     assert reader.load(chain(1, PAGES)) == PAGES
+
+
+@pytest.mark.parametrize("call", [evict, clear, forget])
+def test_slots_of_what_leaves_are_free_whatever_ends_the_call(
+    open_rig: OpenRig, call: Callable[[Rig, Tokens], None]
+) -> None:
+    rig = open_rig(shared=VOLUME_BYTES, disk=VOLUME_BYTES)
+    tokens = chain(1, PAGES)
+
+    def prepare(nth: int) -> Tokens:
+        rig.save(tokens)
+        return tokens
+
+    assert interrupt_everywhere(rig, prepare, call) > 10
+    call(rig, tokens)
+    assert rig.pages(Tier.SHARED) == (1 if call is forget else 0)
+
+
+def test_an_interrupted_pin_ends_with_its_time_and_takes_no_other_with_it(open_rig: OpenRig) -> None:
+    clock = ManualClock()
+    rig = open_rig(shared=VOLUME_BYTES, disk=0, clock=clock)
+    tokens = chain(1, PAGES)
+    rig.save(tokens)
+    ttl = 1e6
+    other = rig.store.pin(tokens, ttl=ttl)
+
+    def prepare(nth: int) -> Tokens:
+        clock.advance(PIN_SECONDS)
+        rig.round()
+        assert rig.store.stats().pins == 1
+        assert other.kept == tokens.size
+        return tokens
+
+    assert interrupt_everywhere(rig, prepare, pin) > 10
+    prepare(0)
+    other.close()
+    assert rig.store._index.holds() == 0
 
 
 # ---- what was handed to the mover already ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "../index.h"
+#include "../victims.h"
 #include "../volume.h"
 #include "bind.h"
 #include "bind_taken.h"
@@ -342,10 +343,13 @@ void bind_index(nb::module_& module) {
           "set_keeping", [](Index& self, int tiers) { self.set_keeping(to_mask(tiers)); }, nb::arg("tiers"), Release())
       .def(
           "hold",
-          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint64_t most_pages) {
-            return self.hold(name_space, tokens.data(), tokens.shape(0), most_pages);
+          [](Index& self, uint32_t name_space, const Array1<int32_t>& tokens, uint64_t most_pages, TakenHandle* into) {
+            const HoldResult result = self.hold(name_space, tokens.data(), tokens.shape(0), most_pages);
+            if (into != nullptr) into->add_hold(result.hold);
+            return result;
           },
-          nb::arg("name_space"), nb::arg("tokens"), nb::arg("most_pages"), Release())
+          nb::arg("name_space"), nb::arg("tokens"), nb::arg("most_pages"), nb::arg("into").none() = nb::none(),
+          Release())
       .def("unhold", &Index::unhold, nb::arg("hold"), Release())
       .def(
           "hold_extent",
@@ -498,6 +502,30 @@ void bind_index(nb::module_& module) {
             self.free_slots(to_tier(tier), slots.data(), slots.shape(0));
           },
           nb::arg("tier"), nb::arg("slots"), Release())
+      .def(
+          "free_slots", [](Index&, int, Victims& slots) { slots.free_with_records(); }, nb::arg("tier"),
+          nb::arg("slots"), Release(),
+          "Free the slots of victims, whose records stay: a restart finds the pages again.")
+      .def(
+          "evict",
+          [](Index& self, int tier, uint32_t n, Medium* medium) {
+            Victims victims(&self, medium, to_tier(tier));
+            victims.take(n);
+            return victims;
+          },
+          nb::arg("tier"), nb::arg("n"), nb::arg("medium").none(), Release(), nb::keep_alive<0, 1>(),
+          nb::keep_alive<0, 4>(), "Take up to n unpinned pages of lowest rank out of a tier.")
+      .def(
+          "forget",
+          [](Index& self, int tier, uint32_t name_space, const Array1<int32_t>& tokens, uint32_t keep_pages,
+             Medium* medium) {
+            Victims victims(&self, medium, to_tier(tier));
+            victims.take_chain(name_space, tokens.data(), tokens.shape(0), keep_pages);
+            return victims;
+          },
+          nb::arg("tier"), nb::arg("name_space"), nb::arg("tokens"), nb::arg("keep_pages"), nb::arg("medium").none(),
+          Release(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 6>(),
+          "Take the unpinned pages of a chain past its first keep_pages out of a tier.")
       .def(
           "quarantine",
           [](Index& self, uint32_t page, int tier, uint32_t slot) {
@@ -732,9 +760,27 @@ void bind_index(nb::module_& module) {
       .def("poisoned", &Index::poisoned)
       .def("check", &Index::check, Release());
 
+  nb::class_<Victims>(module, "Victims",
+                      "Slots of pages that have left a tier. Whatever ends the `with` block, their records are retired "
+                      "and they are free "
+                      "then. One thread at a time.")
+      .def_prop_ro("size", &Victims::size, "How many, freed since or not.")
+      .def("free", &Victims::free, Release(),
+           "Retire the records, then free the slots. Return how many; none the second time.")
+      .def(
+          "__enter__", [](Victims& self) -> Victims& { return self; }, nb::rv_policy::reference)
+      .def(
+          "__exit__",
+          [](Victims& self, const nb::object&, const nb::object&, const nb::object&) {
+            if (self.empty()) return;
+            const GilRelease release;
+            self.free();
+          },
+          nb::arg("kind").none(), nb::arg("error").none(), nb::arg("trace").none());
+
   nb::class_<TakenHandle>(
       module, "Taken",
-      "What a call has taken of an index and not handed on: claims with their pins, leases. Whatever "
+      "What a call has taken of an index and not handed on: claims with their pins, leases, holds. Whatever "
       "ends the `with` block, it is returned then; an exception also ends the transfer that it was "
       "handed to, so that no byte of the lent pool is read or written any more. One thread at a "
       "time.")

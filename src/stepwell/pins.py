@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from stepwell.clock import Clock, as_seconds
 from stepwell.errors import StepwellUsageError
-from stepwell.index import Index
+from stepwell.index import Index, Taken
 
 MOST_PINS: Final = 65536
 """Pins that live at a time. Each is a few hundred bytes here; what they cover is bounded by config.pin_fraction."""
@@ -132,23 +132,27 @@ class Pins:
         allowed = self._allowed()
         if self.count() >= MOST_PINS:
             return self._nothing(PinsFull(0, self._index.held_pages(), allowed, self.count()))
-        found = self._index.hold(name_space, tokens, allowed)
-        if found.hold == 0:
-            full = PinsFull(found.added, found.held, allowed, self.count()) if found.refused else None
-            return self._nothing(full)
-        live = _Live(found.hold, self._clock.monotonic() + seconds)
-        with self._lock:
+        with Taken(self._index) as taken:
+            found = self._index.hold(name_space, tokens, allowed, into=taken)
+            if found.hold == 0:
+                full = PinsFull(found.added, found.held, allowed, self.count()) if found.refused else None
+                return self._nothing(full)
+            live = _Live(found.hold, self._clock.monotonic() + seconds)
             number = next(self._numbers)
-            self._live[number] = live
-            self._next_end = min(self._next_end, live.ends_at)
-        return Pinned(
-            found.pages * self._page_tokens,
-            found.pending * self._page_tokens,
-            None,
-            page_tokens=self._page_tokens,
-            extent=lambda: self._extent(number),
-            end=lambda: self._end(number),
-        )
+            pinned = Pinned(
+                found.pages * self._page_tokens,
+                found.pending * self._page_tokens,
+                None,
+                page_tokens=self._page_tokens,
+                extent=lambda: self._extent(number),
+                end=lambda: self._end(number),
+            )
+            with self._lock:
+                self._next_end = min(self._next_end, live.ends_at)
+                # In this order, with nothing between that ctrl-C could end: the hold has one owner at any time.
+                self._live[number] = live
+                taken.hand_on()
+            return pinned
 
     def end_due(self) -> None:
         """End the pins whose time has passed."""

@@ -257,25 +257,21 @@ class Room:
         """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
         if pages <= 0 or tier not in self.all_tiers:
             return 0
-        return self._free(tier, self._index.take_victims(tier, pages))
+        with self._index.evict(tier, pages, self.medium(tier)) as victims:
+            return self._free(tier, victims)
 
-    def drop(
-        self, tier: Tier, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32], numbers: npt.NDArray[np.uint32]
-    ) -> int:
-        """Take LEAVING pages out of a tier, but for those that a match wanted again. Returns how many went."""
-        gone = self._index.finish_many(pages, tier, numbers) == _core.Status.ok.value
-        return self._free(tier, slots[gone])
+    def forget(self, tier: Tier, name_space: int, tokens: npt.NDArray[np.int32], keep_pages: int) -> int:
+        """Take the unpinned pages of a chain past its first `keep_pages` out of a tier, but for those that a match
+        wants again meanwhile. Returns how many went."""
+        with self._index.forget(tier, name_space, tokens, keep_pages, self.medium(tier)) as victims:
+            return self._free(tier, victims)
 
-    def _free(self, tier: Tier, slots: npt.NDArray[np.uint32]) -> int:
-        """Record first, then the slot may be given to another page."""
-        if slots.size == 0:
-            return 0
-        medium = self.medium(tier)
-        if isinstance(medium, _core.VolumeSet):
-            medium.retire(slots)
-        self._index.free_slots(tier, slots)
-        self._counters.evicted(tier.name.lower(), int(slots.size))
-        return int(slots.size)
+    def _free(self, tier: Tier, victims: _core.Victims) -> int:
+        """Let their slots be given to other pages. Returns how many."""
+        gone = victims.free()
+        if gone:
+            self._counters.evicted(tier.name.lower(), gone)
+        return gone
 
     def full(self, tier: Tier, needed: int) -> Full:
         """Say with numbers that a tier is full."""

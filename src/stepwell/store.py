@@ -771,9 +771,7 @@ class PageStore:
         with Taken(self._index) as taken:
             self._index.match_and_pin(name_space, checked, self._room.readable, into=taken)
         keep_pages = -(-keep // self._page_tokens)
-        tiers = self._room.all_tiers
-        victims = self._index.claim_chain(name_space, checked, keep_pages, tier_mask(*tiers))
-        return sum(self._room.drop(tier, *victims[tier]) for tier in tiers)
+        return sum(self._room.forget(tier, name_space, checked, keep_pages) for tier in self._room.all_tiers)
 
     def clear(self) -> int:
         """Drop every unpinned page from every tier; a pin()'s pages keep one copy. Returns copies dropped."""

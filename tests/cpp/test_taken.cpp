@@ -120,3 +120,29 @@ TEST_CASE("pins of a pass over all pages are returned") {
   taken.give_back();
   world.check_whole(0, kPages, 0);
 }
+
+TEST_CASE("one owner of a hold is dropped, and the others keep it") {
+  World world;
+  world.index.set_keeping(mask(Tier::kShared));
+  const uint32_t name_space = world.index.open_namespace(nullptr);
+  const std::array<int32_t, 4 * kPages> tokens{};
+  ClaimBatch batch;
+  world.index.claim_absent(name_space, tokens.data(), world.keys.data(), 0, kPages, mask(Tier::kShared), &batch);
+  world.commit(batch, Tier::kShared);
+  world.index.unpin_pages(batch.pages.data(), kPages);
+  const auto hold = [&] { return world.index.hold(name_space, tokens.data(), tokens.size(), kPages).hold; };
+  const uint64_t first = hold();
+  {
+    Taken taken(&world.index);
+    taken.add_hold(hold());
+    taken.add_hold(0);
+  }
+  CHECK(world.index.holds() == 1);
+  CHECK(world.index.held_pages() == kPages);
+  Taken taken(&world.index);
+  taken.add_hold(first);
+  taken.give_back();
+  taken.give_back();
+  CHECK(world.index.holds() == 0);
+  world.check_whole(0, kPages, 0);
+}

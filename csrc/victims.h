@@ -1,0 +1,49 @@
+// Pages that have left a tier: out of the index, their slots not free yet.
+//
+// A slot is free only when the record of the page before is retired; in between no call of Python's has it alone, as
+// ctrl-C may end that call at any point.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "index.h"
+#include "medium.h"
+
+namespace stepwell {
+
+// Invariant: each slot is freed once, by free(), free_with_records() or ~Victims().
+// Threads: one at a time.
+class Victims {
+ public:
+  // medium: null where pages have no records. REQUIRES that both outlive it.
+  Victims(Index* index, Medium* medium, Tier tier) noexcept : index_(index), medium_(medium), tier_(tier) {}
+  // Frees what is left. Never throws.
+  ~Victims();
+  Victims(Victims&& other) noexcept = default;
+  Victims(const Victims&) = delete;
+  Victims& operator=(const Victims&) = delete;
+  Victims& operator=(Victims&&) = delete;
+
+  // Takes out up to n unpinned pages of lowest rank.
+  void take(uint32_t n);
+  // Takes out the pages of a chain past its first keep_pages, as Index::claim_chain() chooses them, but for those that a
+  // match wants again meanwhile.
+  void take_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages);
+  // How many were taken out, freed since or not.
+  size_t size() const noexcept { return size_; }
+  bool empty() const noexcept { return slots_.empty(); }
+  // Retires the records, then frees the slots. Returns how many; none the second time.
+  size_t free();
+  // Frees the slots and leaves the records, so that a restart finds the pages again.
+  size_t free_with_records();
+
+ private:
+  Index* index_;
+  Medium* medium_;
+  Tier tier_;
+  std::vector<uint32_t> slots_;
+  size_t size_ = 0;
+};
+
+}  // namespace stepwell
