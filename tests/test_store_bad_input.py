@@ -383,3 +383,11 @@ def test_pages_of_another_geometry_are_not_found_and_their_volume_stays_while_th
         assert len(directories.volumes("vol")) == 2
     rig = open_rig(shared=2 * VOLUME_BYTES, disk=0)
     assert rig.load(chain(1, 3)) == 3
+
+
+def test_a_number_is_no_tier_to_evict_from_and_nothing_leaves(open_rig: OpenRig) -> None:
+    rig = open_rig(host=8 * 4096)
+    rig.save(chain(1, 4))
+    with pytest.raises(StepwellUsageError, match="no Tier"):
+        rig.store.evict(2, 1)  # type: ignore[arg-type]
+    assert rig.pages(Tier.SHARED) == 4

@@ -752,8 +752,14 @@ class PageStore:
         return self._pins.pin(name_space, checked, ttl)
 
     def evict(self, tier: Tier, pages: int) -> int:
-        """Drop up to `pages` unpinned pages of lowest rank from one tier. Returns how many were dropped."""
+        """Drop up to `pages` unpinned pages of lowest rank from one tier. Returns how many were dropped.
+
+        Raises:
+            StepwellUsageError: what is no Tier; nothing was dropped.
+        """
         self._use()
+        if not isinstance(tier, Tier):
+            raise StepwellUsageError(f"evict: {tier!r} is no Tier; give e.g. Tier.HOST")
         return self._room.evict(tier, pages)
 
     def forget(self, tokens: Tokens, *, namespace: Namespace | None = None, keep: int = 0) -> int:

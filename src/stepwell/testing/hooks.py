@@ -86,8 +86,8 @@ def return_dropped_pages(store: PageStore) -> None:
     A negative control: what was forgotten is found again.
     """
 
-    def freeing(tier: Tier, slots: npt.NDArray[np.uint32]) -> int:
-        store._index.free_slots(tier, slots)
-        return int(slots.size)
+    def freeing(tier: Tier, victims: _core.Victims) -> int:
+        store._index.free_slots(tier, victims)
+        return victims.size
 
     store._room._free = freeing  # type: ignore[method-assign]
