@@ -289,6 +289,8 @@ class StoreModel:
         for tier in range(TIERS):
             if gone[tier]:
                 self._leave(tier, gone[tier], step)
+        for left in gone:  # one that is nowhere now is a new page where it is wanted again
+            self.forget_unknown(left)
         for key, tier, became in moves:
             self._move(key, tier, became, step)
         self.forget_unknown(now)
