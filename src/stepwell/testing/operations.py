@@ -519,7 +519,7 @@ class Operations:
             if page is None or any(page.at[tier] not in (RESIDENT, ARRIVING) for tier in tiers):
                 raise BrokenPromise(f"page {name(key)} of epoch {epoch} is in {tiers}, and was not")
         it.appear()
-        it.soften()
+        it.model.courtesies.update(key for _, keys in it.probed for key in keys)  # leases end in a round
         for key, tiers in here.items():
             for tier in tiers:
                 if key in known and known[key].damaged[tier]:
