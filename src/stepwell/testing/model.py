@@ -132,18 +132,23 @@ class StoreModel:
         page = self.pages.get(key)
         return NOWHERE if page is None else page.at
 
-    def nearest(self, key: bytes, usable: Collection[int]) -> tuple[int | None, Miss]:
-        """Say in which tier a page is read, the one nearest to the computation; or why in none."""
+    def nearest(self, key: bytes, usable: Sequence[int]) -> tuple[int | None, Miss]:
+        """Say in which tier a page is read, the one nearest to the computation; or why in none. usable: in order."""
         states = self.states(key)
-        for tier in sorted(usable):
-            if states[tier] in (RESIDENT, LEAVING):
+        if states is NOWHERE:
+            return None, Miss.ABSENT
+        is_pending = is_quarantined = False
+        for tier in usable:
+            residency = states[tier]
+            if residency in (RESIDENT, LEAVING):
                 return tier, Miss.NONE
-        present = {states[tier] for tier in usable}
-        if ARRIVING in present:
+            is_pending |= residency == ARRIVING
+            is_quarantined |= residency == QUARANTINED
+        if is_pending:
             return None, Miss.PENDING
-        return None, Miss.QUARANTINED if QUARANTINED in present else Miss.ABSENT
+        return None, Miss.QUARANTINED if is_quarantined else Miss.ABSENT
 
-    def find(self, keys: Sequence[bytes], usable: Collection[int]) -> Found:
+    def find(self, keys: Sequence[bytes], usable: Sequence[int]) -> Found:
         """Say what a match of a chain finds (5): the leading run of pages that are in some usable tier."""
         tiers: list[int] = []
         miss = Miss.NONE
@@ -205,8 +210,9 @@ class StoreModel:
     def use(self, key: bytes) -> None:
         """Use a page, and with it what it continues: from its tail to its head, so that the head leaves last (10)."""
         for each in self._chain(key):
-            for order in self.order:
-                if each in order:
+            page = self.pages.get(each)
+            for tier, residency in enumerate(NOWHERE if page is None else page.at):
+                if residency == RESIDENT and each in (order := self.order[tier]):
                     order.remove(each)
                     order.append(each)
 
