@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -212,6 +213,28 @@ def test_no_byte_lands_once_a_load_was_interrupted(open_rig: OpenRig, monkeypatc
         rig.rows[:] = 0xEE
         with interrupted_behind_submit(rig, monkeypatch):
             rig.store.load(found, into=rig.pool[:PAGES])
+    assert_nothing_is_left(rig)
+    assert (rig.rows == 0xEE).all()
+    assert rig.load(chain(1, PAGES)) == PAGES
+
+
+def test_no_byte_lands_once_a_load_by_keys_was_interrupted(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = open_rig(shared=VOLUME_BYTES, disk=0)
+    rig.save(chain(1, PAGES))
+    begin = rig.store._copies.load
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        begin(*arguments, **named)
+        wait_paused("mover.before_copy")
+        raise KeyboardInterrupt
+
+    rig.rows[:] = 0xEE
+    with inject("mover.before_copy", "pause", nth=1):
+        monkeypatch.setattr(rig.store._copies, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load_keys(rig, chain(1, PAGES))
+        monkeypatch.undo()
+        resume("mover.before_copy")
     assert_nothing_is_left(rig)
     assert (rig.rows == 0xEE).all()
     assert rig.load(chain(1, PAGES)) == PAGES

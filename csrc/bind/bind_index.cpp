@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "../index.h"
 #include "../victims.h"
@@ -100,6 +101,15 @@ nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>> view(const T* data, 
   return nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>>(data, sizeof...(Sizes), shape);
 }
 
+// 0: new in some tier; 1: present in some and new in none; 2: neither.
+size_t kind_of_row(const ClaimBatch& batch, size_t row) {
+  const auto* outcomes = batch.outcomes.data() + row * kTiers;
+  const auto has = [&](ClaimOutcome outcome) {
+    return std::find(outcomes, outcomes + kTiers, outcome) != outcomes + kTiers;
+  };
+  return has(ClaimOutcome::kNew) ? 0 : has(ClaimOutcome::kPresent) ? 1 : 2;
+}
+
 // What a match was taken further by: claims, and a lease where it had none.
 void hold_extended(TakenHandle* into, TakenHandle* claims, const MatchResult& found, const MatchResult& result,
                    const ClaimBatch& batch) {
@@ -158,6 +168,25 @@ void bind_index(nb::module_& module) {
       .def_prop_ro(
           "pages", [](const ClaimBatch& self) { return view(self.pages.data(), self.pages.size()); },
           nb::rv_policy::reference_internal)
+      .def(
+          "tally",
+          [](const ClaimBatch& self, size_t rows) {
+            uint32_t of[3] = {0, 0, 0};
+            for (size_t row = 0; row < std::min(rows, self.pages.size()); ++row) ++of[kind_of_row(self, row)];
+            return std::tuple(of[0], of[1], of[2]);
+          },
+          nb::arg("rows"), "Count the first rows: (new in some tier, present and new nowhere, the rest).")
+      .def(
+          "full_rows",
+          [](const ClaimBatch& self, int tier, size_t rows) {
+            const Tier checked = to_tier(tier);
+            uint32_t full = 0;
+            for (size_t row = 0; row < std::min(rows, self.pages.size()); ++row) {
+              full += self.outcomes[row * kTiers + static_cast<size_t>(checked)] == ClaimOutcome::kFull;
+            }
+            return full;
+          },
+          nb::arg("tier"), nb::arg("rows"), "Count those of the first rows that found no slot in a tier.")
       .def_prop_ro(
           "outcomes",
           [](const ClaimBatch& self) {
@@ -781,8 +810,8 @@ void bind_index(nb::module_& module) {
   nb::class_<TakenHandle>(
       module, "Taken",
       "What a call has taken of an index and not handed on: claims with their pins, leases, holds. Whatever "
-      "ends the `with` block, it is returned then; an exception also ends the transfer that it was "
-      "handed to, so that no byte of the lent pool is read or written any more. One thread at a "
+      "ends the `with` block, it is returned then; an exception also ends the transfers that it "
+      "was handed to, so that no byte of the lent pool is read or written any more. One thread at a "
       "time.")
       .def(nb::init<Index*>(), nb::arg("index"), nb::keep_alive<1, 2>())
       .def("retain", &TakenHandle::retain, nb::arg("lease"), Release(), "Take one more owner of a lease, if it is one.")
@@ -793,14 +822,14 @@ void bind_index(nb::module_& module) {
       .def(
           "__exit__",
           [](TakenHandle& self, const nb::object& kind, const nb::object&, const nb::object&) {
-            const std::shared_ptr<Transfer> transfer = std::move(self.transfer);
-            const bool is_interrupted = !kind.is_none() && transfer != nullptr;
+            const auto transfers = std::exchange(self.transfers, {});
+            const bool is_interrupted = !kind.is_none() && !transfers.empty();
             if (self.empty() && !is_interrupted) return;
             const GilRelease release;
             self.give_back();
             if (!is_interrupted) return;
-            transfer->cancel();
-            transfer->close_gate();
+            for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->cancel();
+            for (const std::shared_ptr<Transfer>& transfer : transfers) transfer->close_gate();
           },
           nb::arg("kind").none(), nb::arg("error").none(), nb::arg("trace").none());
 }

@@ -196,7 +196,7 @@ class MoverHandle {
       status = mover_->submit(std::move(spec), told, &transfer);
       if (status == Status::kOk && taken != nullptr) {
         taken->hand_on();
-        taken->transfer = transfer;
+        taken->transfers.push_back(transfer);
       }
     } catch (...) {
       drop(token);

@@ -1,7 +1,8 @@
-// What a call of Python's has taken of an index, and the transfer that it handed that to.
+// What a call of Python's has taken of an index, and the transfers that it handed that to.
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "taken.h"
 #include "transfer.h"
@@ -11,7 +12,7 @@ namespace stepwell::bind {
 // Guarded by the GIL.
 struct TakenHandle : Taken {
   using Taken::Taken;
-  std::shared_ptr<Transfer> transfer;
+  std::vector<std::shared_ptr<Transfer>> transfers;
 };
 
 }  // namespace stepwell::bind

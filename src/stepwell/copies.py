@@ -182,12 +182,16 @@ class Copies:
         self,
         match: Match,
         into: PoolSlice,
+        taken: Taken,
         *,
         layer_order: bool = False,
         deadline: float | None = None,
         inbox: Inbox | None = None,
     ) -> Transfer:
         """Submit a load of a match's pages into the caller's pool, one slot a page; disk pages also go back up.
+
+        Args:
+            taken: nothing is in it; an exception that leaves its block ends the load.
 
         Returns:
             Transfer; one that is done at once, with the reason on every page, where the load was refused.
@@ -200,30 +204,30 @@ class Copies:
         plan = _plan_from(ids, tiers, slots)
         plan.roles[:, POOL_COLUMN] = SINK
         plan.slots[:, POOL_COLUMN] = into.slots
-        with Taken(self._index) as taken:
-            has_claims = self._claim_way_up(plan, lease, tiers, taken)
-            taken.retain(lease)
-            transfer = self.submit(
-                plan,
-                pool=into.pool,
-                work_class=WorkClass.LOAD,
-                layer_order=layer_order,
-                lease=lease,
-                deadline=deadline,
-                unpin_pages=has_claims,
-                is_load=True,
-                inbox=inbox,
-                awaited=awaited,
-                taken=taken,
-            )
-            if transfer is None:
-                reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
-                self._counters.missed(STATUS_REASON[reason.value], ids.size)
-                return self.ended(inbox, reason, pages=int(ids.size))
-            if match.epoch != self.epoch.number:  # changed while we looked: set_epoch may not have seen this load
-                transfer.revoke()
-                transfer.cancel()
-            return transfer
+        has_claims = self._claim_way_up(plan, lease, tiers, taken)
+        taken.retain(lease)
+        transfer = self.submit(
+            plan,
+            pool=into.pool,
+            work_class=WorkClass.LOAD,
+            layer_order=layer_order,
+            lease=lease,
+            deadline=deadline,
+            unpin_pages=has_claims,
+            is_load=True,
+            inbox=inbox,
+            awaited=awaited,
+            taken=taken,
+        )
+        if transfer is None:
+            taken.give_back()
+            reason = _core.Status.poisoned if self._index.poisoned() else _core.Status.queue_full
+            self._counters.missed(STATUS_REASON[reason.value], ids.size)
+            return self.ended(inbox, reason, pages=int(ids.size))
+        if match.epoch != self.epoch.number:  # changed while we looked: set_epoch may not have seen this load
+            transfer.revoke()
+            transfer.cancel()
+        return transfer
 
     # ---- pages of neighbours ----------------------------------------------------------------------------------------
 
@@ -314,6 +318,8 @@ class Copies:
         """
         has_claims = False
         open_rows = tiers == Tier.DISK
+        if not open_rows.any():
+            return False
         for target in (Tier.SHARED, Tier.HOST):
             if not self._room.is_writable(target) or not open_rows.any():
                 continue
@@ -542,7 +548,10 @@ class Copies:
         for watched in finished:
             if not watched.is_load:
                 continue
-            statuses, counts = np.unique(watched.core.page_status(), return_counts=True)
+            status_of_pages = watched.core.page_status()
+            if not status_of_pages.any():  # 0 is ok: most loads, and np.unique takes its time
+                continue
+            statuses, counts = np.unique(status_of_pages, return_counts=True)
             for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
                 reason = STATUS_REASON.get(status)
                 if reason == "deadline" and watched.epoch != self.epoch.number:

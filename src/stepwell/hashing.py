@@ -128,8 +128,8 @@ def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
     if array.dtype.kind not in "iu":
         raise TokenError(f"tokens have dtype {array.dtype}: give integers, best int32")
     # An int32 cannot be too large: that saves a pass, a tenth of what hashing costs.
-    is_too_large = array.dtype != np.int32 and array.max(initial=0) > MAX_TOKEN
-    if is_too_large or array.min(initial=0) < 0:
+    is_too_large = array.dtype != np.int32 and np.maximum.reduce(array, initial=0) > MAX_TOKEN
+    if is_too_large or np.minimum.reduce(array, initial=0) < 0:
         position = int(np.argmax((array < 0) | (array > MAX_TOKEN)))
         raise TokenError(f"token {position} is {array[position]}: give 0 to {MAX_TOKEN}")
     return np.ascontiguousarray(array, dtype=np.int32)
@@ -156,7 +156,12 @@ def prefix_hashes(
     """
     if seed is not None and len(seed) != DIGEST_BYTES:
         raise ValueError(f"seed has {len(seed)} bytes, not {DIGEST_BYTES}")
-    return _core.hash_chain(seed, as_tokens(tokens), page_tokens)
+    return hash_chain(as_tokens(tokens), page_tokens=page_tokens, seed=seed)
+
+
+def hash_chain(tokens: npt.NDArray[np.int32], *, page_tokens: int, seed: bytes | None) -> npt.NDArray[np.uint8]:
+    """Return the prefix hash of every full page, as prefix_hashes(). Requires: tokens that as_tokens() has checked."""
+    return _core.hash_chain(seed, tokens, page_tokens)
 
 
 def _array_of(tokens: Sequence[int]) -> npt.NDArray[np.integer]:

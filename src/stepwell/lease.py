@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.errors import LeaseClosedError
-from stepwell.index import Index, MatchResult, Miss, Tier
+from stepwell.index import ALL_TIERS, Index, MatchResult, Miss, Tier
 
 
 class Match:
@@ -45,13 +45,14 @@ class Match:
     @property
     def spans(self) -> list[tuple[int, int, Tier]]:
         """Runs of (first page, pages, the fastest tier that has them), in order."""
-        return [(first, pages, Tier(tier)) for first, pages, tier in self._result.spans]
+        return [(first, pages, ALL_TIERS[tier]) for first, pages, tier in self._result.spans]
 
     @property
     def tiers(self) -> dict[Tier, int]:
         """Pages by tier."""
         found: dict[Tier, int] = {}
-        for _, pages, tier in self.spans:
+        for _, pages, column in self._result.spans:
+            tier = ALL_TIERS[column]
             found[tier] = found.get(tier, 0) + pages
         return found
 

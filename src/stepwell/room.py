@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,7 @@ class Room:
     @property
     def readable(self) -> int:
         """The mask of tiers that a load into the caller's memory can read: those in service."""
-        return tier_mask(*(tier for tier in list(self._tiers) if self.health.is_readable(tier)))
+        return tier_mask(*filter(self.health.is_readable, list(self._tiers)))
 
     def is_writable(self, tier: Tier) -> bool:
         """Whether pages may be written to a tier: the store has it, and it serves."""
@@ -113,9 +113,10 @@ class Room:
         Raises:
             StepwellUsageError: the store has none of them.
         """
-        if not self.keeping:
+        keeping = self.keeping
+        if not keeping:
             raise StepwellUsageError("this store has no host, shared or disk tier to save to")
-        return tuple(tier for tier in self.keeping if self.health.is_writable(tier))
+        return tuple(filter(self.health.is_writable, keeping))
 
     def meant_for(self, keys: npt.NDArray[np.uint8], known: int = 0) -> npt.NDArray[np.uint8] | None:
         """Say which tiers each page of a save is meant for.
@@ -266,11 +267,12 @@ class Room:
         with self._index.forget(tier, name_space, tokens, keep_pages, self.medium(tier)) as victims:
             return self._free(tier, victims)
 
-    def _free(self, tier: Tier, victims: _core.Victims) -> int:
-        """Let their slots be given to other pages. Returns how many."""
+    def _free(self, tier: Tier, victims: Any) -> int:
+        """Let the slots of victims (_core.Victims; what tests put here takes arrays, too) be given to other pages.
+        Returns how many."""
         gone = victims.free()
         if gone:
-            self._counters.evicted(tier.name.lower(), gone)
+            self._counters.evicted(tier, gone)
         return gone
 
     def full(self, tier: Tier, needed: int) -> Full:
@@ -364,7 +366,7 @@ class Room:
             return ""  # all is pinned: use will tell
         status = medium.rewrite_and_check(int(slots[0]))
         self._index.free_slots(tier, slots)
-        self._counters.evicted(tier.name.lower(), 1)
+        self._counters.evicted(tier, 1)
         return "" if status == _core.Status.ok else status.name
 
     def forget_mending(self, tier: Tier) -> None:

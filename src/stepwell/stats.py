@@ -153,9 +153,9 @@ class Counters:
     refused_pages: int = 0
     held_back_pages: int = 0
     second_use_pages: int = 0
-    hit_pages: dict[str, int] = field(default_factory=dict)
+    hit_pages: dict[Tier, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
-    evicted_pages: dict[str, int] = field(default_factory=dict)
+    evicted_pages: dict[Tier, int] = field(default_factory=dict)
     skipped_pages: dict[Tier, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -166,8 +166,7 @@ class Counters:
             self.lookups += 1
             self.lookup_pages += asked
             for tier, pages in found.items():
-                name = tier.name.lower()
-                self.hit_pages[name] = self.hit_pages.get(name, 0) + pages
+                self.hit_pages[tier] = self.hit_pages.get(tier, 0) + pages
             if missed:
                 waiting = min(pending, missed)
                 self.misses["pending"] += waiting
@@ -179,7 +178,7 @@ class Counters:
         with self.lock:
             self.misses[reason] += pages
 
-    def evicted(self, tier: str, pages: int) -> None:
+    def evicted(self, tier: Tier, pages: int) -> None:
         """Count pages dropped from a tier."""
         with self.lock:
             self.evicted_pages[tier] = self.evicted_pages.get(tier, 0) + pages

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from stepwell import _core
 from stepwell.clock import Clock, SystemClock, as_seconds
 from stepwell.config import DeviceTier, DiskTier, SharedTier, StoreConfig, parse_size
-from stepwell.copies import FULL, NEW, PENDING, PRESENT, Copies, Epoch
+from stepwell.copies import NEW, PENDING, PRESENT, Copies, Epoch
 from stepwell.errors import (
     ForkedError,
     GeometryError,
@@ -37,7 +37,7 @@ from stepwell.errors import (
     StoreClosedError,
     VolumeBusyError,
 )
-from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, prefix_hashes
+from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, hash_chain
 from stepwell.health import LOG_SECONDS, Calls, Health
 from stepwell.index import Index, Residency, Taken, Tier, tier_mask
 from stepwell.keeper import INTERVAL, LIVELY_INTERVAL, Keepers
@@ -283,7 +283,7 @@ class PageStore:
         if pages == 0:
             return SaveResult(0, 0, 0, 0, self._copies.ended(inbox))
         name_space, seed = self._namespace(namespace)
-        keys = prefix_hashes(checked, page_tokens=self._page_tokens, seed=seed)
+        keys = hash_chain(checked, page_tokens=self._page_tokens, seed=seed)
         targets = self._room.write_through
         if not targets:
             return self._refuse_save(name_space, checked, pages, inbox)
@@ -304,16 +304,15 @@ class PageStore:
                 batch = self._index.claim_absent(name_space, checked, keys, 0, pages, mask, meant, into=taken)
             full = None
             looked_at = min(pages, batch.full_at)
-            outcomes = batch.outcomes[:looked_at]
-            self._room.count_meant(outcomes, meant)
-            saved, present, pending = self._tally(outcomes)
+            self._room.count_meant(batch.outcomes[:looked_at], meant)
+            saved, present, pending = batch.tally(looked_at)
             refused = pages - looked_at
             transfer = self._copies.save(batch, source, turn, taken, inbox=inbox)
             if transfer is None:
                 refused, saved = refused + saved, 0
                 transfer = self._copies.ended(inbox)
             for tier in targets:
-                lacking = refused + int((outcomes[:, tier] == FULL).sum())
+                lacking = refused + batch.full_rows(tier, looked_at)
                 if full is None and lacking and not self._index.poisoned():
                     full = self._room.full(tier, lacking)
             self._counters.saved(saved, refused)
@@ -431,7 +430,10 @@ class PageStore:
             raise GeometryError(f"the match has {match.pages} pages, the target names {len(into)} slots")
         if match.pages == 0:
             return self._copies.ended(inbox)
-        return self._copies.load(match, into, layer_order=order == "layer", deadline=deadline, inbox=inbox)
+        with Taken(self._index) as taken:
+            return self._copies.load(
+                match, into, taken, layer_order=order == "layer", deadline=deadline, inbox=inbox
+            )
 
     # ---- keys (an engine's own hashes) -------------------------------------------------------------------------------
 
@@ -508,14 +510,14 @@ class PageStore:
         limit = None if deadline is None else self._clock.monotonic() + deadline
         running: list[tuple[int, Transfer]] = []
         at = 0
-        try:
+        with Taken(self._index) as taken:  # by ctrl-C, for one, it ends all loads: the memory is the caller's again
             while at < len(checked):
                 with self._match_keys(checked[at:], kind, is_staging=True) as match:
                     self._copies.write_used(match)
                     if match.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())
                         target = into[at : at + match.pages]
-                        running.append((at, self._copies.load(match, target, deadline=left)))
+                        running.append((at, self._copies.load(match, target, taken, deadline=left)))
                 at += match.pages
                 # More than staging holds: what is in it has to land first.
                 if match.pages and self._staging is not None and self._staging.offers(checked[at : at + 1], kind):
@@ -526,11 +528,6 @@ class PageStore:
             for first, transfer in running:
                 transfer.wait()
                 ok[first : first + transfer.pages] = transfer.ok
-        except BaseException:  # ctrl-C, for one: the memory is the caller's again when we leave
-            for _, transfer in running:
-                transfer.revoke()
-                transfer.cancel()
-            raise
         return ok
 
     def save_keys(
@@ -603,8 +600,8 @@ class PageStore:
                     landed = transfer.ok
                     rows = np.flatnonzero(new)
                     result[rows[landed]] = SaveOutcome.STORED
-        stored = int((result == SaveOutcome.STORED).sum())
-        self._counters.saved(stored, int((result == SaveOutcome.REFUSED).sum()))
+        stored = int(np.count_nonzero(result == SaveOutcome.STORED))
+        self._counters.saved(stored, int(np.count_nonzero(result == SaveOutcome.REFUSED)))
         self._count_skipped(targets, stored)
         return result
 
@@ -920,11 +917,11 @@ class PageStore:
                 tiers={tier.name.lower(): self._tier_stats(tier, moved) for tier in self._room.all_tiers},
                 lookups=counters.lookups,
                 lookup_pages=counters.lookup_pages,
-                hit_pages=dict(counters.hit_pages),
+                hit_pages={str(tier): pages for tier, pages in counters.hit_pages.items()},
                 misses=dict(counters.misses),
                 saved_pages=counters.saved_pages,
                 refused_pages=counters.refused_pages,
-                evicted_pages=dict(counters.evicted_pages),
+                evicted_pages={str(tier): pages for tier, pages in counters.evicted_pages.items()},
                 checksum_failures=moved["checksum_failures"],
                 io_errors=moved["io_errors"],
                 bus_faults=moved["bus_faults"],
@@ -1278,13 +1275,6 @@ class PageStore:
         for match in ending:
             match.close()
         return bool(ending)
-
-    @staticmethod
-    def _tally(outcomes: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
-        """Count pages (new in some tier, present and new nowhere, pending only)."""
-        new = (outcomes == NEW).any(axis=1)
-        present = ~new & (outcomes == PRESENT).any(axis=1)
-        return int(new.sum()), int(present.sum()), int((~new & ~present).sum())
 
     # ---- the keeper's round ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ class WantedAgain:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._index, name)
-        if name not in ("claim_victims", "take_victims"):
+        if name not in ("claim_victims", "evict"):
             return call
 
         def chosen(*arguments: Any) -> Any:
