@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -267,9 +267,8 @@ class Room:
         with self._index.forget(tier, name_space, tokens, keep_pages, self.medium(tier)) as victims:
             return self._free(tier, victims)
 
-    def _free(self, tier: Tier, victims: Any) -> int:
-        """Let the slots of victims (_core.Victims; what tests put here takes arrays, too) be given to other pages.
-        Returns how many."""
+    def _free(self, tier: Tier, victims: _core.Victims) -> int:
+        """Let the slots of victims be given to other pages. Returns how many."""
         gone = victims.free()
         if gone:
             self._counters.evicted(tier, gone)
