@@ -157,7 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     made = parser()
     given = made.parse_args(arguments)
     logging.disable(logging.ERROR)  # what the stores say of the failures that they are given
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell has ctrl-C ignored in what it puts into the background
+        signal.signal(number, signal.default_int_handler)
     if given.replay is not None:
         text = Path(given.replay).read_text() if "(" not in given.replay else given.replay
         try:
