@@ -11,12 +11,14 @@ from typing import Any, Protocol
 from stepwell import _core
 from stepwell.clock import Clock
 from stepwell.config import DeviceTier, StoreConfig, parse_size
+from stepwell.index import Tier
 from stepwell.keeper import Keepers
 from stepwell.mover import Transfer
 from stepwell.sequence import Sequences
 from stepwell.store import PageStore
 from stepwell.testing.numpy_device import NumpyPool
 from stepwell.tiers.device_pool import LinearPool
+from stepwell.tiers.disk import DiskVolumes
 
 COPY_QUEUE = 0
 IO_QUEUE = 1
@@ -118,6 +120,9 @@ class SteppedStore(PageStore):
         self.mover = SteppedMover(mover, seed=seed)
         self._copies.observe = functools.partial(SteppedTransfer, self.mover)
         self._copies.wait = self._wait  # type: ignore[method-assign]
+        disk = self._tiers.get(Tier.DISK)
+        if isinstance(disk, DiskVolumes):
+            disk.has_lmdb = False  # no look-up asks it, and reading an old one takes a thread and a process
 
     def tick(self) -> None:
         """Do every background round here and now."""

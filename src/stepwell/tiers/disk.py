@@ -83,6 +83,8 @@ class DiskVolumes(VolumeTier):
         )
         self._indexes: dict[int, VolumeIndex] = {}
         self._opening: _Opening | None = None
+        self.has_lmdb = True
+        """Whether members get an LMDB environment beside them; where tests want no thread, they do not."""
 
     def tick(self, index: Index, *, low_pages: int, high_pages: int) -> int:
         """Do what every volume tier does, then have the LMDB environments of new members opened."""
@@ -90,7 +92,7 @@ class DiskVolumes(VolumeTier):
         if self._opening is not None and not self._opening.is_running:
             self._indexes[self._opening.number] = self._opening.end()
             self._opening = None
-        for member in self.members:
+        for member in self.members if self.has_lmdb else ():
             if self._opening is None and member.number not in self._indexes:
                 self._opening = _Opening(member)
         return evict
