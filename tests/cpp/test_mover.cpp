@@ -423,6 +423,20 @@ TEST_CASE("a load from disk returns its pages to shared on the way, in both orde
   }
 }
 
+TEST_CASE("the target of a load is not released while a stage that writes it is to come") {
+  for (const bool layer_order : {false, true}) {
+    World world;
+    auto saved = world.save(1, 3, tiers({kDisk}));
+    TransferSpec spec = world.load_spec(saved, kDisk, tiers({kShared}));
+    spec.layer_order = layer_order;
+    const auto transfer = world.submit(std::move(spec));
+    do {
+      if (transfer->source_released()) CHECK(World::all(transfer, Status::kOk));
+    } while (world.mover->step(0) || world.mover->step(1));
+    CHECK(transfer->source_released());
+  }
+}
+
 TEST_CASE("a load whose shared sink fails still lands, in both orders") {
   for (const bool layer_order : {false, true}) {
     World world;
@@ -477,6 +491,22 @@ TEST_CASE("layers_done counts only layers whose bytes are all in the pool") {
 }
 
 // ---- failures --------------------------------------------------------------------------------------------------
+
+TEST_CASE("layers_done waits for a page that comes from its second source") {
+  World world;
+  auto saved = world.save(1, 2, tiers({kShared, kDisk}));
+  world.shared.corrupt(saved[1].slots[kShared], kLayerBytes[0]);  // in the second layer
+  TransferSpec spec = world.load_spec(saved, kShared);
+  spec.layer_order = true;
+  const auto transfer = world.submit(std::move(spec));
+  REQUIRE(world.mover->step(0));
+  CHECK(!transfer->done());
+  CHECK(transfer->layers_done() == 1);
+  world.finish(transfer);
+  CHECK(World::all(transfer, Status::kOk));
+  CHECK(transfer->layers_done() == kLayerBytes.size());
+  CHECK(world.holds(1, 2));
+}
 
 TEST_CASE("a source with a wrong checksum fails alone, is quarantined, and commits nowhere") {
   for (const bool layer_order : {false, true}) {

@@ -25,7 +25,7 @@ import mutant_list
 from mutant_list import HERE, ROOT, TABLE, Mutant, Row
 from scratch import LEAST_SECONDS, ListError, Outcome, Tree
 
-SLACK = 20.0
+SLACK = 10.0
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import counting
 from mutant_list import Mutant, sources
 
 LEAST_SECONDS = 90.0
-"""A command may run for so long, or 20 times as long as without a mutant; then it hangs."""
+"""A command may run for so long, or 10 times as long as without a mutant; then it hangs."""
 _BUILD_SECONDS = 1800.0
 _HUNG = "hang"
 _ISOLATION = [
