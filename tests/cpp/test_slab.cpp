@@ -30,6 +30,17 @@ TEST_CASE("a slab gives back what was written, and only under its key and epoch"
   CHECK(read_page(slab, shape, 2, label_of("page 2", 9), out.data(), scratch) == Status::kStale);
 }
 
+TEST_CASE("a slot of a slab that is being written holds no page, whether the write ends or not") {
+  const PageShape shape = shape_of({64, 64});
+  Slab slab(shape, 1);
+  Scratch scratch;
+  std::vector<std::byte> out(shape.page_bytes());
+  REQUIRE(write_page(slab, shape, 0, label_of("k"), stamped(shape, "k").data(), scratch) == Status::kOk);
+  PageTarget target;
+  REQUIRE(slab.begin_write(0, scratch, &target) == Status::kOk);
+  CHECK(read_page(slab, shape, 0, label_of("k"), out.data(), scratch) == Status::kStale);
+}
+
 TEST_CASE("a slab's slots are aligned for device copies and direct I/O") {
   const PageShape shape = shape_of({4097});
   Slab slab(shape, 3);

@@ -225,7 +225,7 @@ class Tree:
             if shutil.which("ccache"):
                 options.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
             self._make(
-                ["cmake", "-S", self.tree, "-B", build, "-G", "Ninja", "-DCMAKE_CXX_FLAGS_RELEASE=-O1", *options]
+                ["cmake", "-S", self.tree, "-B", build, "-G", "Ninja", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -w", *options]
             )
         self._make(["cmake", "--build", build, *(["--target", "_core"] if kind == "core" else [])])
         if kind == "core":
