@@ -129,7 +129,10 @@ class Tree:
             return self._pytest(shlex.split(line), limit)
         if kind == "driver":
             self._build("core")
-            return self._command([self._python, "-m", "stepwell.testing", *shlex.split(rest)], limit, line)
+            script = self.tree / "tests" / "mutants" / "drive.py"
+            outcome = self._command([self._python, script, *shlex.split(rest)], limit, line)
+            found = re.search(r"found after (.*)", outcome.output)
+            return _with(outcome, after=found[1] if found else "")
         if kind == "stress":
             return self._sanitized([self._build("thread") / "stepwell_stress", "--seconds", rest], limit, line)
         # A comma parts patterns there; a question mark is any character.
