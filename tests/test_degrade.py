@@ -307,6 +307,15 @@ def test_reopen_attaches_a_tier_anew_and_finds_what_it_held(open_rig: OpenRig, t
     assert rig.save(chain(2, 6)).transfer.ok.all()
 
 
+def test_reopen_does_not_find_a_damaged_page_again(open_rig: OpenRig, directories: Directories) -> None:
+    rig = open_rig(**DISK_ONLY, clock=ManualClock())
+    rig.save(chain(1, 4))
+    flip(directories, "pages", np.array([3]), chain(1, 4))
+    assert rig.load(chain(1, 4)) == 3
+    assert rig.store.stats().tiers["disk"].quarantined == 1
+    assert rig.store.reopen(Tier.DISK).pages == 3
+
+
 def test_reopen_brings_back_a_tier_that_is_out_of_service(open_rig: OpenRig) -> None:
     rig = open_rig(**TWO_ON_DISK, clock=ManualClock())
     rig.save(chain(1, 4))

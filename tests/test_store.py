@@ -443,6 +443,13 @@ def test_making_room_for_a_tail_does_not_take_its_head(open_rig: OpenRig) -> Non
     assert rig.load(chain(900, 24)) == 24
 
 
+def test_making_room_for_a_tail_that_does_not_fit_takes_none_of_its_head(open_rig: OpenRig) -> None:
+    rig = open_rig(**TIERS["host"], slots=128, low_watermark=0.0)
+    rig.save(chain(1, 60))
+    result = rig.save(chain(1, 100))
+    assert (result.saved, result.present, result.refused) == (4, 60, 36)
+
+
 def test_a_chain_longer_than_the_tier_is_saved_as_far_as_it_fits(open_rig: OpenRig) -> None:
     rig = open_rig(**TIERS["host"], slots=128, low_watermark=0.0)
     result = rig.save(chain(1, 100))

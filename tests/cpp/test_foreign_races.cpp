@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -108,6 +109,27 @@ TEST_CASE("a ring that goes round while it is read costs a look at all records, 
   CHECK(pair.reader.poll().empty());
   CHECK(pair.find("a").slot == 3);
   CHECK(pair.find("b" + std::to_string(kRing - 1)).slot == 5);
+}
+
+TEST_CASE("a record of another kind or size than its volume's is no page, in the ring and among all records") {
+  for (const bool other_kind : {false, true}) {
+    Pair pair(VolumeMedium::kShared, {512, 192, 320}, 64);
+    pair.write(3, "a");
+    SlotRecord record;
+    record.generation = pair.files.generation(3);
+    record.label = label_of("a");
+    record.label.kind = other_kind ? 2 : 1;
+    record.length = static_cast<uint32_t>(pair.files.header().page_bytes) - (other_kind ? 0 : 1);
+    std::array<std::byte, kRecordBytes> bytes;
+    record.encode(bytes.data());
+    REQUIRE(::pwrite(pair.files.metadata(), bytes.data(), bytes.size(), static_cast<off_t>(pair.files.record_at(3))) ==
+            kRecordBytes);
+    CHECK(pair.reader.poll().empty());
+    CHECK(pair.reader.pages() == 0);
+    pair.files.set_word(pair.files.header().ring_offset, 1000);  // further than the ring is long
+    CHECK(pair.reader.poll().empty());
+    CHECK(pair.reader.pages() == 0);
+  }
 }
 
 }  // namespace stepwell

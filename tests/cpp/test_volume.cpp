@@ -248,6 +248,10 @@ TEST_CASE("a record that decodes has every field in its bounds, even under a rig
     SlotRecord record;
     record.generation = 2 * (1 + random() % 1000);
     record.label = label_of(std::string(1 + random() % 64, 'k'));
+    if (round % 2 == 0) {
+      record.label.parent_state = ParentState::kKnown;
+      record.label.parent = label_of(std::string(1 + random() % 64, 'p')).key;
+    }
     record.length = 100;
     std::array<std::byte, kRecordBytes> bytes;
     record.encode(bytes.data());

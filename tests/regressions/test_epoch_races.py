@@ -8,7 +8,7 @@ the old one; a save that began before the change claimed its pages after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,32 +16,8 @@ import numpy as np
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.mover import SaveOutcome
-from store_kit import PAGE_TOKENS, OpenRig, Rig, chain, stamps
-
-
-class Turned:
-    """An index at which something happens just before or after one of its calls, as if another thread did it then."""
-
-    def __init__(
-        self, rig: Rig, name: str, *, before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None
-    ):
-        self._rig, self._name, self._before, self._after = rig, name, before, after
-        self._index = rig.store._index
-        rig.store._index = self  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._index, name)
-        if name != self._name:
-            return call
-
-        def turned(*args: Any, **kwargs: Any) -> Any:
-            self._rig.store._index = self._index
-            self._before()
-            result = call(*args, **kwargs)
-            self._after()
-            return result
-
-        return turned
+from store_kit import PAGE_TOKENS, OpenRig, chain, stamps
+from turned_kit import Turned
 
 
 def test_a_match_within_a_change_of_epoch_is_not_served_after_it(open_rig: OpenRig) -> None:
@@ -70,6 +46,30 @@ def test_pages_of_a_save_that_began_before_a_change_of_epoch_are_not_found_after
             assert match.pages == 0, "bytes of the old weights were published under the new epoch"
         rig.store.clear()
         rig.store.set_epoch(1)
+
+
+class StoppedError(Exception):
+    """Stands for another thread that does not come further for now."""
+
+
+def test_what_is_saved_within_a_change_of_epoch_is_not_found_after_it(open_rig: OpenRig) -> None:
+    """The index has the new epoch, and the change is not over: a save that began before claims its pages now."""
+    rig = open_rig(disk=0, epoch=1)
+    tokens = chain(1, 8)
+
+    def stop() -> None:
+        raise StoppedError
+
+    def begin_to_change() -> None:
+        Turned(rig, "set_epoch", after=stop)
+        with suppress(StoppedError):
+            rig.store.set_epoch(2)
+
+    Turned(rig, "claim_absent", before=begin_to_change)
+    rig.save(tokens)
+    rig.store.set_epoch(2)
+    with rig.store.match(tokens) as match:
+        assert match.pages == 0, "bytes of the old weights were published under the new epoch"
 
 
 def test_keys_saved_before_a_change_of_epoch_are_not_found_after_it(open_rig: OpenRig) -> None:
