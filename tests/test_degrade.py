@@ -307,6 +307,15 @@ def test_reopen_attaches_a_tier_anew_and_finds_what_it_held(open_rig: OpenRig, t
     assert rig.save(chain(2, 6)).transfer.ok.all()
 
 
+def test_a_worker_that_goes_from_one_call_to_the_next_is_not_stuck() -> None:
+    clock = ManualClock()
+    health = Health(clock, {Tier.DISK: "/directory"})
+    for serial in range(60):
+        assert health.observe_workers([(serial, Tier.DISK)]) == set()
+        clock.advance(1.0)
+    assert health.of(Tier.DISK).trips == 0
+
+
 def test_reopen_does_not_find_a_damaged_page_again(open_rig: OpenRig, directories: Directories) -> None:
     rig = open_rig(**DISK_ONLY, clock=ManualClock())
     rig.save(chain(1, 4))

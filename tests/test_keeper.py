@@ -63,5 +63,20 @@ def test_a_wake_does_not_wait_for_the_rhythm(rounds: Rounds) -> None:
     assert not keeper.is_running
 
 
+def test_a_wake_during_a_round_brings_another(rounds: Rounds) -> None:
+    class Waking(Rounds):
+        def tick(self) -> bool:
+            if self.done._value == 0:  # type: ignore[attr-defined]
+                keeper.wake()
+            return super().tick()
+
+    waking = Waking()
+    keeper = Keeper(waking.tick, interval=NEVER, busy_interval=NEVER)
+    keeper.start()
+    keeper.wake()
+    assert waking.came(2)
+    keeper.stop()
+
+
 def test_the_rhythm_of_use_leaves_time_for_the_writing_itself() -> None:
     assert BUSY_INTERVAL <= 0.09  # of the 100 ms that FORMAT.md 2.4 states

@@ -58,6 +58,19 @@ def _tier(name: str) -> int:
     return Tier[name.upper()]
 
 
+def test_opaque_rows_with_gaps_between_them_are_read_and_written_in_place(directories: Directories) -> None:
+    geometry = PageGeometry.opaque(4096, page_tokens=1, fingerprint={"of": "test"})
+    shared = SharedTier("1MiB", str(directories.shared), volume_bytes="1MiB")
+    wide = np.random.default_rng(1).integers(0, 256, (4, 5000), dtype=np.uint8)
+    out = np.full((4, 5000), 0xEE, np.uint8)
+    with PageStore(StoreConfig(geometry=geometry, shared=shared)) as store:
+        store.save([1, 2, 3, 4], source=store.lend(wide[:, :4096])[:]).transfer.result(timeout=30.0)
+        with store.match([1, 2, 3, 4]) as match:
+            assert store.load(match, into=store.lend(out[:, :4096])[:]).result(timeout=30.0) == 4
+    assert np.array_equal(out[:, :4096], wide[:, :4096])
+    assert (out[:, 4096:] == 0xEE).all()
+
+
 def test_a_memoryview_and_a_dlpack_array_can_be_lent() -> None:
     class OnCpu:
         def __init__(self, array: np.ndarray) -> None:

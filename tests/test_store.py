@@ -135,6 +135,17 @@ def test_a_restart_finds_what_was_saved(open_rig: OpenRig, sizes: dict[str, int]
     assert rig.load(chain(1, 12)) == 12
 
 
+def test_what_another_load_brings_back_up_is_not_brought_to_host_memory_too(open_rig: OpenRig) -> None:
+    rig = open_rig(host=HOST_BYTES, **ONE_VOLUME)
+    rig.save(chain(1, 8))
+    assert rig.store.evict(Tier.SHARED, 8) == 8
+    with inject("mover.unit", "pause"):
+        transfers = [rig.start_load(chain(1, 8)) for _ in range(2)]
+        wait_paused("mover.unit")
+    assert all(transfer.wait() and transfer.ok.all() for transfer in transfers)
+    assert [rig.pages(tier) for tier in (Tier.HOST, Tier.SHARED)] == [0, 8]
+
+
 def test_host_memory_is_lost_at_a_restart(open_rig: OpenRig) -> None:
     rig = open_rig(**TIERS["host"])
     rig.save(chain(1, 4))
@@ -400,6 +411,19 @@ def test_evict_drops_exactly_what_was_asked(open_rig: OpenRig, tier: Tier, sizes
     assert rig.store.evict(tier, 1000) == 40
     assert rig.pages(tier) == 0
     assert rig.store.evict(Tier.DEVICE, 5) == 0  # there is none
+
+
+def test_a_miss_is_counted_once_however_often_one_looks(open_rig: OpenRig) -> None:
+    rig = open_rig(disk=0)
+    rig.save(chain(1, 8))
+    with inject("mover.unit", "pause"):
+        transfer = rig.start_load(chain(1, 8))
+        wait_paused("mover.unit")
+        rig.store.set_epoch(1)
+    assert transfer.wait()
+    looks = [rig.store.stats().misses for _ in range(3)]
+    assert sum(looks[0].values()) > 0
+    assert looks == looks[:1] * 3
 
 
 def test_the_slot_of_a_page_that_leaves_is_nobodys_before_its_record_is_freed(open_rig: OpenRig) -> None:

@@ -19,6 +19,7 @@ from stepwell.errors import StepwellUsageError
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, reached
+from stepwell.testing.powerloss import Kind, record
 from stepwell.tiers.directory import HeldVolume
 from stepwell.tiers.process_file import FILE_BYTES, RING_ENTRIES, RING_OFFSET
 from stepwell.tiers.volume_tier import VolumeTier
@@ -61,6 +62,16 @@ def test_an_owner_is_told_once_what_a_neighbour_read_in_its_volumes(pair: Pair) 
     assert reader.touched() == []
     assert owner.touched() == [(volume, 3, 2), (volume, 5, 8)]
     assert owner.touched() == []
+
+
+def test_the_counter_of_a_ring_is_written_behind_its_entries(pair: Pair) -> None:
+    owner, reader, volume = pair
+    reader.note_touches([volume], [3], [2])
+    with record() as recording:
+        reader.touched()
+    offsets = [call.offset for call in recording.calls if call.kind is Kind.WRITE]
+    assert offsets[-1] == RING_OFFSET
+    assert RING_OFFSET not in offsets[:-1]
 
 
 def test_a_page_used_twice_in_a_round_is_told_of_once_as_the_later(pair: Pair) -> None:

@@ -29,6 +29,7 @@ from stepwell.errors import (
     VolumeBusyError,
     VolumeError,
 )
+from stepwell.testing import powerloss
 from stepwell.testing.faults import fail_each, inject, reached
 from stepwell.tiers import birth, process_file, volumes
 from stepwell.tiers.directory import DirectoryConfig, Full, HeldVolume, Machine, boot_id
@@ -376,6 +377,21 @@ def test_a_birth_that_fails_between_its_two_names_leaves_none(tmp_path: Path) ->
                 directory.grow()
             assert reached("file.rename") == 2
         assert sorted(os.listdir(path)) == before
+
+
+def test_the_name_that_makes_a_volume_of_files_is_given_last_and_taken_first(tmp_path: Path) -> None:
+    """So that who dies in between leaves files that are none, and no volume without its pages."""
+    with make_directory(str(tmp_path / "tier"), "disk") as directory:
+        with powerloss.record() as first:
+            volume = grow(directory)
+        volume.close_files()
+        with powerloss.record() as last:
+            directory.remove(volume)
+    given, taken = (
+        [Path(call.path).suffix for call in calls if call.kind is powerloss.Kind.RENAME] for calls in (first.calls, last.calls)
+    )
+    assert given == [".pages", ".meta"]
+    assert taken == [".meta", ".pages"]
 
 
 def test_the_directory_lock_is_not_held_while_a_volume_is_filled(world: World) -> None:
