@@ -65,7 +65,7 @@ def test_an_owner_is_told_once_what_a_neighbour_read_in_its_volumes(pair: Pair) 
 
 
 def test_the_counter_of_a_ring_is_written_behind_its_entries(pair: Pair) -> None:
-    owner, reader, volume = pair
+    _, reader, volume = pair
     reader.note_touches([volume], [3], [2])
     with record() as recording:
         reader.touched()

@@ -387,9 +387,8 @@ def test_the_name_that_makes_a_volume_of_files_is_given_last_and_taken_first(tmp
         volume.close_files()
         with powerloss.record() as last:
             directory.remove(volume)
-    given, taken = (
-        [Path(call.path).suffix for call in calls if call.kind is powerloss.Kind.RENAME] for calls in (first.calls, last.calls)
-    )
+    renames = [[call for call in each.calls if call.kind is powerloss.Kind.RENAME] for each in (first, last)]
+    given, taken = ([Path(call.path).suffix for call in calls] for calls in renames)
     assert given == [".pages", ".meta"]
     assert taken == [".meta", ".pages"]
 

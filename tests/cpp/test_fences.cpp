@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "crc32c.h"
+#include "transfer.h"
 
 namespace stepwell {
 namespace {
@@ -66,6 +67,46 @@ uint64_t stale_rounds(Copy copy) {
 TEST_CASE("what is stored behind a copy fence is seen behind the bytes that were streamed before it") {
   CHECK(stale_rounds([](void* target, const void* source) { crc32c_copy(0, target, source, kBytes); }) == 0);
   CHECK(stale_rounds([](void* target, const void* source) { stream_copy(target, source, kBytes); }) == 0);
+}
+
+// Under ThreadSanitizer: nothing but the gate orders the two.
+TEST_CASE("what was stored inside a gate happens before its close returns") {
+  for (int round = 0; round < 20; ++round) {
+    Gate gate;
+    std::atomic<bool> is_inside{false};
+    int bytes = 0;
+    std::thread worker([&] {
+      REQUIRE(gate.enter());
+      is_inside.store(true, std::memory_order_relaxed);
+      bytes = 1;
+      gate.leave();
+    });
+    while (!is_inside.load(std::memory_order_relaxed)) std::this_thread::yield();
+    gate.close();
+    CHECK(bytes == 1);
+    worker.join();
+  }
+}
+
+TEST_CASE("a gate that others are turned away from stays closed to who waits for those inside") {
+  for (int round = 0; round < 500; ++round) {
+    Gate gate;
+    REQUIRE(gate.enter());
+    std::atomic<bool> is_closed{false};
+    std::thread closer([&] {
+      gate.close();
+      is_closed = true;
+    });
+    for (int refused = 0; refused < 100;) {
+      if (gate.enter())
+        gate.leave();
+      else
+        ++refused;
+    }
+    CHECK(!is_closed);
+    gate.leave();
+    closer.join();
+  }
 }
 
 }  // namespace

@@ -490,6 +490,25 @@ TEST_CASE("layers_done counts only layers whose bytes are all in the pool") {
   world.check_settled();
 }
 
+TEST_CASE("whoever sees a layer done may read it, with nothing else between") {
+  World world(World::threaded());
+  auto saved = world.save(1, 60, tiers({kShared}));
+  uint32_t seen_early = 0;
+  for (int round = 0; round < 100; ++round) {
+    world.paint(std::byte{0xee});
+    TransferSpec spec = world.load_spec(saved, kShared);
+    spec.layer_order = true;
+    const auto transfer = world.submit(std::move(spec));
+    while (transfer->layers_done() == 0) {
+    }
+    for (uint32_t i = 0; i < 60; ++i) REQUIRE(world.holds(i, 1 + i, 0, world.shape.layer_bytes(0)));
+    seen_early += transfer->layers_done() < world.shape.layers();
+    world.finish(transfer);
+  }
+  MESSAGE(seen_early << " of 100 loads were seen with a layer to come");
+  world.check_settled();
+}
+
 // ---- failures --------------------------------------------------------------------------------------------------
 
 TEST_CASE("layers_done waits for a page that comes from its second source") {
