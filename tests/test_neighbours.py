@@ -26,6 +26,7 @@ from stepwell.index import Tier
 from stepwell.mover import Transfer
 from stepwell.testing import faults
 from stepwell.tiers import directory as tier_directory
+from stepwell.tiers import neighbours
 from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, chain, stamps, stamps_of
 
 MEDIA = pytest.mark.parametrize("sizes", [{"disk": 0}, {"shared": 0}, {}], ids=["shared", "disk", "both"])
@@ -183,6 +184,26 @@ def test_an_orphan_that_nobody_has_adopted_is_read_and_an_adopted_one_is_ours(
     with reader.store.match(chain(1, 5)) as match:
         assert match.tiers == {Tier.SHARED: 5}
     assert len(directories.volumes("vol")) == 2
+
+
+def test_a_volume_that_becomes_ours_while_the_directory_is_listed_is_no_neighbours(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(shared=2 * VOLUME_BYTES, disk=0)
+    tier, listed = rig.store._tiers[Tier.SHARED], neighbours.list_directory
+    [first] = tier.members
+
+    def list_behind_a_birth(path: str) -> Any:
+        tier.grow(rig.store._index, 2 * first.count)
+        return listed(path)
+
+    monkeypatch.setattr(neighbours, "list_directory", list_behind_a_birth)
+    assert rig.store._neighbours is not None
+    for followed in rig.store._neighbours._followed:
+        followed._changed_ns = -1  # as if something had changed
+    rig.store._look_at_neighbours()
+    assert len(tier.members) == 2
+    assert rig.store.stats().neighbours.volumes == 0
 
 
 def test_a_store_without_neighbours_has_no_staging_and_one_without_staging_no_neighbours(open_rig: OpenRig) -> None:

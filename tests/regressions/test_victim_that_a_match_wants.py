@@ -10,7 +10,6 @@ import pytest
 
 from stepwell.index import Tier
 from store_kit import OpenRig, Rig, chain
-from turned_kit import Turned
 
 
 class WantedAgain:
@@ -49,18 +48,3 @@ def test_a_match_of_the_pages_that_leave_does_not_refuse_a_save(
     assert (result.saved, result.refused) == (8, 0)
     counts = rig.store.stats().tiers[Tier.HOST.name.lower()]
     assert (counts.resident, counts.pinned) == (16, 0)
-
-
-def test_pages_that_a_match_wants_while_they_are_forgotten_stay_whole(open_rig: OpenRig) -> None:
-    """Those of them that it wants; the others go."""
-    rig = open_rig(disk=0)
-    rig.save(chain(0, 8))
-    matched: list[Any] = []
-    Turned(rig, "claim_chain", after=lambda: matched.append(rig.store.match(chain(0, 4))))
-    assert rig.store.forget(chain(0, 8)) == 4
-    assert [match.pages for match in matched] == [4]
-    matched[0].close()
-    assert rig.load(chain(0, 8)) == 4
-    rig.close()
-    again = open_rig(disk=0)
-    assert again.load(chain(0, 8)) == 4, "they were not forgotten: a restart finds them"
