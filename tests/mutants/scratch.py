@@ -94,7 +94,8 @@ class Tree:
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", self._folder / "venv"], check=True)
         packages = Path(sysconfig.get_path("purelib", vars={"base": str(self._folder / "venv")}, scheme="venv"))
         # Lines of a .pth file are folders; the .pth files in those are not looked at, so that no editable install is.
-        paths = [str(self.tree / "src"), sysconfig.get_path("purelib")]
+        tools = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        paths = [str(self.tree / "src"), *tools]
         (packages / "mutants.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(paths)))
 
     def _link_core(self, core: Path) -> None:
