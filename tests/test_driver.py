@@ -19,9 +19,21 @@ from stepwell.index import Tier
 from stepwell.room import Room
 from stepwell.testing import driver
 from stepwell.testing.__main__ import main
-from stepwell.testing.driver import Failure, Totals, command, draw, episode, read, replay, shape_of, show, shrink, world
+from stepwell.testing.driver import (
+    Failure,
+    Totals,
+    command,
+    draw,
+    episode,
+    kinds_of,
+    read,
+    replay,
+    shape_of,
+    show,
+    shrink,
+    world,
+)
 from stepwell.testing.model import BrokenPromise
-from stepwell.testing.operations import Operations
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -40,8 +52,8 @@ def trace(seed: int, steps: int) -> str:
     shape, mover_seed = shape_of(random_), random_.randrange(1 << 30)
     digest = hashlib.sha256()
     with world(shape, mover_seed) as it:
-        operations = Operations(it)
-        for name, arguments in draw(random_, steps):
+        operations = kinds_of(shape)[1](it)
+        for name, arguments in draw(shape, random_, steps):
             has_done = operations.do(name, arguments)
             digest.update(f"{name} {has_done}".encode())
             for caller in it.callers:

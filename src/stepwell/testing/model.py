@@ -447,6 +447,14 @@ class StoreModel:
             self._put(self.know(key), tier, RESIDENT)
             self.order[tier].append(key)
 
+    def remember(self, before: Mapping[bytes, Page]) -> None:
+        """Take over what pages continue, as far as it was known before: those in between may be nowhere now."""
+        for key in list(self.pages):
+            page = before.get(key)
+            while page is not None and page.parent is not None and self.pages[key].parent is None:
+                self.link([page.parent, key])
+                key, page = page.parent, before.get(page.parent)
+
     def stand(self, key: bytes, states: States) -> None:
         """Take over a page that is not resident, but is not nowhere: it is on its way still, or its slot is
         quarantined."""

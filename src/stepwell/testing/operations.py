@@ -526,6 +526,7 @@ class Operations:
                     it.model.damage(key, tier)
         for key in known:
             it.model.stand(key, it.state(key, 1))
+        it.model.remember(known)
         for held in it.held:
             if held.epoch == epoch:
                 it.model.pin(held.keys, held.tiers, +1)

@@ -184,6 +184,7 @@ class World:
             caller.excuse()
             caller.settle()
             caller.let_go()
+            pages = caller.model.pages
             before = {key: {tier for tier, at in enumerate(page.at) if at} for key, page in caller.model.pages.items()}
             for _ in range(_MOST_ROUNDS):
                 self.clock.advance(_BETWEEN_TRIES)
@@ -206,6 +207,7 @@ class World:
             caller.appear()
             for key in before:
                 caller.model.stand(key, caller.state(key, 1))
+            caller.model.remember(pages)
             for key, tiers in here.items():
                 for tier in tiers:
                     if damaged.get(key, (False,) * 4)[tier]:
