@@ -197,8 +197,10 @@ class Operations:
             match.close()
             raise BrokenPromise(f"a match says {found}, the model {tuple(expected)}")
         model.use_path(keys[: match.pages])
+        model.pin(keys[: match.pages], found[1], +1)  # room for what is written to disk now is not made of these
         # More of a neighbour's pages may be on their way than the match could promise.
         it.see(Step(wanted=keys if it.world.is_shared else keys[: match.pages], room=True))
+        model.pin(keys[: match.pages], found[1], -1)
         return match
 
     @staticmethod
