@@ -292,9 +292,11 @@ class StoreModel:
                     gone[tier].append(key)
                 if (was, became) != (RESIDENT, ABSENT):
                     moves.append((key, tier, became))
+        # One that pin() keeps and that leaves one tier of two may have done so first: then it stays in the other.
+        last = {key for left in gone for key in left if self.pages[key].holds}
         for tier in range(TIERS):
             if gone[tier]:
-                self._leave(tier, gone[tier], step)
+                self._leave(tier, gone[tier], step, last)
         for left in gone:  # one that is nowhere now is a new page where it is wanted again
             self.forget_unknown(left)
         for key, tier, became in moves:
@@ -336,7 +338,7 @@ class StoreModel:
         page.damaged[tier] = False
         page.is_left &= ARRIVING in page.at
 
-    def _leave(self, tier: int, gone: list[bytes], step: Step) -> None:
+    def _leave(self, tier: int, gone: list[bytes], step: Step, last: Collection[bytes]) -> None:
         """Let pages leave a tier together: no pinned one (3), none before another that was used longer ago (10)."""
         for key in gone:
             page = self.pages[key]
@@ -345,7 +347,7 @@ class StoreModel:
             if key not in step.named and not step.room:
                 raise BrokenPromise(f"page {name(key)} left {Tier(tier)}, and nobody made room ({step})")
         chosen = {key for key in gone if key not in step.named}
-        soft = self.courtesies | self.carried
+        soft = self.courtesies.union(self.carried, last)
         for key in self.order[tier] if self.is_ordered else ():
             if not chosen:
                 break
