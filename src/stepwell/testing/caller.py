@@ -30,6 +30,7 @@ from stepwell.testing.model import (
 )
 from stepwell.testing.pages import content, flip
 from stepwell.testing.stepped import SteppedStore
+from stepwell.testing.tally import Tally
 
 if TYPE_CHECKING:
     from stepwell.testing.world import World
@@ -80,6 +81,9 @@ class Caller:
     Invariant: between two steps the model says of every page of the present epoch where it is.
     """
 
+    counts_all = True
+    """Whether all look-ups and saves of the store are the caller's, and counted."""
+
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
@@ -107,6 +111,9 @@ class Caller:
         self.probed: list[tuple[float, tuple[bytes, ...]]] = []
         self.expected: tuple[Step, Callable[[], None]] | None = None
         self.has_cancelled = False  # also what the store itself had begun
+        self.tally = Tally()
+        self.tally.is_blind = self.tally.is_unsure = world.is_shared
+        self.tally.has_failed = bool(found.damaged)
         self.begin_model()
         here = self.dump()
         if world.is_shared:
@@ -133,6 +140,7 @@ class Caller:
         self.lasting = [int(tier) for tier in self.store._room.keeping]
         self.model = StoreModel([Tier(tier) for tier in self.lasting], is_ordered=not self.world.is_shared)
         self.model.epoch = self.epoch
+        self.model.left = self.tally.evicted
 
     def compare(self, found: After, here: Mapping[bytes, Collection[int]], *, at_least: bool) -> None:
         """Compare what a store has after a restart with what it must have."""
@@ -223,6 +231,7 @@ class Caller:
             is_changed = flip(self.world.shared if tier == Tier.SHARED else self.world.disk, page)
         if is_changed:
             self.model.damage(key, tier)
+            self.tally.has_failed = True
         return is_changed
 
     # ---- after a step ------------------------------------------------------------------------------------------------
@@ -294,6 +303,8 @@ class Caller:
         before = model.quarantined
         self.see(Step(lands=True, gives_up=self.may_lose), moving)
         self.counted["quarantined"] += max(0, model.quarantined - before)
+        if not self.world.is_failing:
+            self.tally.quarantined += max(0, model.quarantined - before)
         self.poll()
 
     @property
@@ -323,6 +334,7 @@ class Caller:
         """Take a transfer for one under way: the model pins what it holds. None: nothing is."""
         core = core_transfer(transfer)
         if core is None:
+            self.tally.undelivered += transfer.pages
             self.give_back(slots)
             return None
         self.model.claim(claimed, +1)
@@ -337,6 +349,11 @@ class Caller:
         self.running.append(each)
         self.doubt()
         return each
+
+    def misses(self) -> int:
+        """Return how many pages the store says it has missed."""
+        self.poll()
+        return sum(self.store.stats().misses.values())
 
     def poll(self) -> None:
         """Check what has been decided, and return what has ended."""
@@ -366,6 +383,8 @@ class Caller:
         if any((self.rows[slot] != UNTOUCHED).any() for slot in (each.slots if each.tiers else ())):
             raise BrokenPromise("bytes landed in memory that had been given back")
         self.give_back(each.slots)
+        if each.tiers:
+            self.tally.undelivered += int((each.core.page_status() != OK).sum())
         if each.epoch == self.epoch:
             self.model.claim(each.claimed, -1)
             if each.tiers:

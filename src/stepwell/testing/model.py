@@ -22,6 +22,7 @@ a store to this file after every step; `stepwell.testing.index_model` has the sa
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -119,6 +120,7 @@ class StoreModel:
         self.others: dict[int, dict[bytes, Page]] = {}
         self.order: list[list[bytes]] = [[] for _ in range(TIERS)]
         self.counts = [[0] * len(Residency) for _ in range(TIERS)]  # of `pages`, by tier and residency
+        self.left: Counter[int] = Counter()  # pages that have left, by tier
         self.damages = 0
         self.quarantined = 0
         self.holds: dict[bytes, int] = {}  # last page of a pinned chain -> pins
@@ -186,6 +188,10 @@ class StoreModel:
                 break
             count += 1
         return count
+
+    def held_pages(self) -> int:
+        """Count the pages that some pin() covers."""
+        return sum(page.holds > 0 for page in self.pages.values())
 
     def adds_up(self, tier: int, counts: Mapping[str, int], *, others: int = 0) -> None:
         """Hold a tier's slots to (4). others: slots of pages of other epochs, and those a sequence computes into."""
@@ -358,6 +364,7 @@ class StoreModel:
                 raise BrokenPromise(f"page {name(first)} left {Tier(tier)} before {name(key)}, used longer ago")
         if self.is_ordered and chosen:
             raise BrokenPromise(f"page {name(min(chosen))} left {Tier(tier)}, which was the last copy of a pinned page")
+        self.left[tier] += len(gone)
         for key in gone:
             self._put(self.pages[key], tier, ABSENT)
         for key in gone:

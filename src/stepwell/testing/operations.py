@@ -20,7 +20,7 @@ from stepwell.errors import StepwellError
 from stepwell.index import Tier
 from stepwell.mover import SaveOutcome, SaveResult
 from stepwell.testing.caller import Caller, Held
-from stepwell.testing.model import ABSENT, ARRIVING, RESIDENT, BrokenPromise, Step, name
+from stepwell.testing.model import ABSENT, ARRIVING, RESIDENT, UNPINNED, BrokenPromise, Step, name
 from stepwell.testing.pages import PAGE_TOKENS, Prefix, prefix
 from stepwell.testing.world import World
 
@@ -117,6 +117,7 @@ class Operations:
             claimed = it.see(Step(wanted=keys, room=True))
         model.use_path(keys[: len(keys) - result.refused + 1])
         it.counted["saved"] += result.saved
+        it.tally.save(result.saved, result.refused)
         self.check_save(it, keys, before, result, claimed)
         it.start(result.transfer, claimed, [], slots, claimed)
         return True
@@ -190,6 +191,7 @@ class Operations:
         match = it.store.match(named.tokens, namespace=named.namespace)
         it.counted["looked up"] += len(keys)
         it.counted["hits"] += match.pages
+        it.tally.looked_up(len(keys), self.tiers_of(match), match.miss, match.pending // PAGE_TOKENS)
         found = (match.pages, self.tiers_of(match), match.pending // PAGE_TOKENS, match.miss)
         if it.world.is_shared and match.pages > expected.pages:
             self.check_borrowed(it, keys[expected.pages : match.pages], found[1][expected.pages :])
@@ -256,6 +258,7 @@ class Operations:
         if is_old:
             if transfer.pages and transfer.ok.any():
                 raise BrokenPromise("pages of another epoch were served")
+            it.tally.undelivered += transfer.pages
             it.free.extend(slots)
             return True
         it.start(transfer, held.keys, held.tiers, slots, claimed)
@@ -336,6 +339,7 @@ class Operations:
             raise BrokenPromise(f"probe says {found}, the model {expected}")
         it.counted["looked up"] += len(named.keys)
         it.counted["hits"] += found.run
+        it.tally.looked_up(len(named.keys), found.tiers.tolist(), expected.miss, expected.pending)
         run = named.keys[: found.run]
         it.model.use_keys(run)
         it.probed.append((self.world.clock.monotonic() + lease, run))
@@ -361,8 +365,13 @@ class Operations:
             run = it.model.find(keys[at:], usable).pages
             it.model.use_keys(keys[at : at + run])
             at += run + 1
+        missed = it.misses() - it.tally.undelivered
         with it.waiting(Step(wanted=keys, named=keys, room=True)):
             ok = it.store.load_keys(rows, into=it.blank(slots))
+        missed = it.misses() - it.tally.undelivered - missed
+        it.tally.undelivered += missed
+        if missed > len(keys) - int(ok.sum()):
+            raise BrokenPromise(f"stats() says {missed} more misses of {len(keys)} pages, of which {ok} came")
         for slot, key, came, tier in zip(slots, keys, ok.tolist(), before, strict=True):
             if came and not it.is_right(slot, key, it.epoch):
                 raise BrokenPromise(f"wrong bytes were served for page {name(key)}")
@@ -407,6 +416,7 @@ class Operations:
                 raise BrokenPromise(f"page {name(key)} was stored, and is nowhere")
             if outcome == SaveOutcome.PRESENT and not any(states):
                 raise BrokenPromise(f"page {name(key)} is said to be present, and was nowhere")
+        it.tally.save(int((outcomes == SaveOutcome.STORED).sum()), int((outcomes == SaveOutcome.REFUSED).sum()))
         model.forget_unknown(named.keys)
         it.give_back(slots)
         return True
@@ -453,7 +463,9 @@ class Operations:
         for key in dropped:
             states = model.states(key)
             left = [tier for tier in it.tiers if states[tier] == RESIDENT and not model.pages[key].is_pinned(tier)]
-            if left and key not in it.soft and model.is_ordered:
+            # A page that was borrowed is pinned in every tier, wherever the match that holds it has found it.
+            is_pinned = it.world.is_shared and left and model.pages[key].pins != UNPINNED
+            if left and key not in it.soft and not is_pinned:
                 raise BrokenPromise(f"page {name(key)} was forgotten, and is in {left} still")
         return count > 0
 
@@ -511,6 +523,7 @@ class Operations:
         it.has_cancelled = True
         it.store.set_epoch(epoch)
         it.epoch = epoch
+        it.tally.is_blind = True
         known = it.model.turn(epoch)
         it.pins.clear()
         here = it.dump()
@@ -572,6 +585,13 @@ class Operations:
         if self.world.is_failing or self.world.is_shared:
             return False
         self.world.fail(point, error, nth=nth, steps=steps + 1)
+        return True
+
+    @operation(2, who=CALLERS)
+    def stats(self, who: int) -> bool:
+        """Compare what the store says that it has done with what it was seen to do."""
+        it = self.caller(who)
+        it.tally.check(it)
         return True
 
     @operation(0.5, who=CALLERS)

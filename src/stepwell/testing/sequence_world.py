@@ -49,6 +49,7 @@ class DeviceCaller(Caller):
     Invariant: `sequences` are the open ones, in the order of opening. turn: how often the weights have changed.
     """
 
+    counts_all = False
     sequences: list[Open]
 
     # ---- the store ---------------------------------------------------------------------------------------------------

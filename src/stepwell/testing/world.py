@@ -168,6 +168,8 @@ class World:
     def fail(self, point: str, error: int, *, nth: int, steps: int) -> None:
         """Have calls on files fail during the next steps: all at a fault point, or the nth alone."""
         self.is_failing, self.failing_steps = True, steps
+        for caller in self.callers:
+            caller.tally.has_failed = caller.tally.is_blind = caller.tally.is_unsure = True
         _core.fault_arm(point, "errno", nth, error)
 
     def leniently(self, step: Step) -> Step:
