@@ -213,6 +213,13 @@ class StoreModel:
                 page.parent = parent
                 self.know(parent).children += 1
 
+    def is_rooted(self, keys: Sequence[bytes]) -> bool:
+        """Say whether pages are known to follow one another from the first page of a chain."""
+        known = [self.pages.get(key) for key in keys]
+        return all(page is not None for page in known) and all(
+            page is not None and page.parent == parent for parent, page in zip(keys, known[1:], strict=False)
+        )
+
     def use(self, key: bytes) -> None:
         """Use a page, and with it what it continues: from its tail to its head, so that the head leaves last (10)."""
         for each in self._chain(key):
