@@ -6,9 +6,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from stepwell.index import Tier
 from stepwell.room import Room
 from stepwell.testing import driver
-from stepwell.testing.__main__ import main
+from stepwell.testing.__main__ import main, summary
 from stepwell.testing.driver import (
     Failure,
     Totals,
@@ -28,12 +30,12 @@ from stepwell.testing.driver import (
     kinds_of,
     read,
     replay,
-    shape_of,
     show,
     shrink,
     world,
 )
 from stepwell.testing.model import BrokenPromise
+from stepwell.testing.world import Shape
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -46,12 +48,22 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def trace(seed: int, steps: int) -> str:
+SHAPES = {
+    "one process": Shape(),
+    "two processes": Shape(0, 4, 2, 2, stores=2),
+    "two processes without host memory": Shape(1, 0, 2, 2, stores=2),
+    "selective disk": Shape(1, 3, 1, 1, selective=True),
+    "host memory alone": Shape(2, 5, 0, 0),
+    "a device": Shape(1, 4, 1, 1, device=8, step_pages=1),
+    "a device above selective disk": Shape(0, 4, 1, 1, selective=True, device=6),
+}
+
+
+def trace(shape: Shape, seed: int, steps: int) -> str:
     """Do an episode and return a digest of all there is to see after each of its steps."""
     random_ = random.Random(seed)
-    shape, mover_seed = shape_of(random_), random_.randrange(1 << 30)
     digest = hashlib.sha256()
-    with world(shape, mover_seed) as it:
+    with world(shape, random_.randrange(1 << 30)) as it:
         operations = kinds_of(shape)[1](it)
         for name, arguments in draw(shape, random_, steps):
             has_done = operations.do(name, arguments)
@@ -67,13 +79,31 @@ def trace(seed: int, steps: int) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_same_seed_gives_the_same_run_byte_for_byte(seed: int) -> None:
-    assert trace(seed, 400) == trace(seed, 400)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_same_seed_gives_the_same_run_byte_for_byte(kind: str) -> None:
+    assert trace(SHAPES[kind], 1, 400) == trace(SHAPES[kind], 1, 400)
+
+
+def test_a_run_does_not_depend_on_the_process_or_on_the_hash_seed() -> None:
+    code = "import test_driver as t; print(*(t.trace(shape, 3, 150) for shape in t.SHAPES.values()))"
+    here = Path(__file__).parent
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(here)},
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert said[0].split() == [trace(shape, 3, 150) for shape in SHAPES.values()]
 
 
 def test_another_seed_gives_another_run() -> None:
-    assert len({trace(seed, 100) for seed in range(3)}) == 3
+    assert len({trace(Shape(), seed, 100) for seed in range(3)}) == 3
 
 
 def test_many_steps_of_many_worlds_find_nothing() -> None:
@@ -84,11 +114,12 @@ def test_many_steps_of_many_worlds_find_nothing() -> None:
     assert all(totals.counted[what] > 0 for what in ("hits", "saved", "loaded", "evicted"))
 
 
+the_evict = Room.evict
+
+
 def too_many(self: Room, tier: Tier, pages: int) -> int:
     """Have twice as many pages leave as were asked for: what Room.evict must not do."""
-    if pages <= 0 or tier not in self.all_tiers:
-        return 0
-    return self._free(tier, self._index.take_victims(tier, 2 * pages))
+    return the_evict(self, tier, 2 * pages)
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, seed: int) -> Failure:
@@ -158,22 +189,93 @@ def test_a_run_in_slices_is_the_run_in_one(tmp_path: Path) -> None:
     [
         ("save(who=0)", "the first step"),
         ("begin(host=1); dance()", "dance is no step"),
-        ("begin(host=1); 1 + 1", "is no step"),
+        ("begin(host=1); 1 + 1", "1:16 is no step"),
         ("begin(", "no steps"),
+        ("begin(seed=1, host=" + "(" * 10_000, "no steps"),
+        ("begin(seed=" + "1+" * 50_000 + "1)", "no steps"),
+        ("begin(seed=1" + "0" * 10_000 + ")", "4300 digits"),
+        ("begin(seed=1, host=0x" + "f" * 10_000 + ")", "4300 digits"),
+        ("begin(seed=1)\0", "null bytes"),
+        ("begin(host=1)", "it has a seed"),
+        ("begin(seed=1, hosts=1)", "it has a seed"),
+        ("begin(seed=1, host='a')", "host is never 'a'"),
+        ("begin(seed=1, host=True)", "host is never True"),
+        ("begin(seed=1, host=-1)", "no such world"),
+        ("begin(seed=1, stores=2)", "no such world"),
+        ("begin(seed=1, device=4, host=0)", "no such world"),
+        ("begin(seed=1); begin(seed=1)", "begin is no step of a world"),
+        ("begin(seed=1); drain(who=0)", "drain is no step of a world"),
+        ("begin(seed=1); move(who=0)", "move is given .who., it has .who, units."),
+        ("begin(seed=1); move(**{'who': 0})", "move is given"),
+        ("begin(seed=1); move(who=0, units=7)", "units is never 7"),
+        ("begin(seed=1); move(who=0, units=print(1))", "malformed"),
+        ("begin(seed=1); save(who=0, path={[]}, space=0)", "unhashable"),
     ],
 )
-def test_steps_that_are_none_are_refused(text: str, why: str) -> None:
+def test_steps_that_are_none_are_refused(text: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=why):
         read(text)
+    assert refused(capsys, "--replay", text)
 
 
-def test_a_state_of_another_seed_or_of_nothing_is_refused(tmp_path: Path) -> None:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command with what it must refuse: a line that says why, and the exit code of misuse."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no state of a run"),
+        ("[]", "no state of a run"),
+        ('{"seed": 3}', "no state of a run"),
+        ('{"seed": 3, "steps": 1, "ep', "no state of a run"),
+        (json.dumps({**summary(3, Totals()), "steps": "1"}), "'1' is no whole number"),
+        (json.dumps({**summary(3, Totals()), "operations": {"save": "a"}}), "'a' is no whole number"),
+        (json.dumps(summary(4, Totals())), "of seed 4, not 3"),
+    ],
+)
+def test_a_state_of_another_seed_or_of_nothing_is_refused(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = tmp_path / "state.json"
-    state.write_text('{"seed": 3}')
-    with pytest.raises(SystemExit, match="of seed 3"):
-        main(["--seed", "4", "--state", str(state)])
-    with pytest.raises(SystemExit, match="no state of a run"):
-        main(["--seed", "3", "--state", str(state)])
+    state.write_text(text)
+    assert why in refused(capsys, "--seed", "3", "--state", str(state))
+    assert state.read_text() == text
+
+
+def test_a_state_that_cannot_be_kept_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is no file" in refused(capsys, "--state", str(tmp_path))
+    assert "is no file" in refused(capsys, "--state", "/dev/zero")
+    assert "cannot be written" in refused(capsys, "--state", str(tmp_path / "none" / "state.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [("--steps", "-1"), ("--seconds", "nan"), ("--seconds", "-1"), ("--replay", "none")])
+def test_arguments_that_make_no_sense_are_refused(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, *given)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert "rich" in refused(capsys, "--steps", "1")
+
+
+def test_a_world_is_made_only_where_it_has_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(driver, "MEMORY", tmp_path / "none")
+    assert driver.place() == Path(tempfile.gettempdir())
+    monkeypatch.setattr(driver, "WORLD_BYTES", 1 << 60)
+    assert "MiB free" in refused(capsys, "--steps", "1")
 
 
 def test_a_command_can_be_pasted_into_a_shell() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
+import math
+import os
 import signal
 import sys
 import time
@@ -13,7 +16,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from stepwell.testing.driver import EPISODE_STEPS, Failure, Totals, command, episode, read, replay, show, shrink
+from stepwell.testing.driver import (
+    EPISODE_STEPS,
+    Failure,
+    NoPlaceError,
+    Totals,
+    command,
+    episode,
+    read,
+    replay,
+    show,
+    shrink,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,17 +39,42 @@ def parser() -> argparse.ArgumentParser:
         "only if nothing was found; a finding is shrunk, and printed with the command that does it again.",
     )
     made.add_argument("--seed", type=int, default=1, metavar="N", help="decides the run (default 1)")
-    made.add_argument("--steps", type=int, default=100_000, metavar="M", help="that have something to do, at least")
+    made.add_argument("--steps", type=_count, default=100_000, metavar="M", help="that have something to do, at least")
     made.add_argument(
         "--state", type=Path, metavar="FILE", help="go on with the run that FILE has, and write there how far it got"
     )
-    made.add_argument("--seconds", type=float, metavar="S", help="end this slice after S seconds; for --state")
+    made.add_argument("--seconds", type=_seconds, metavar="S", help="end this slice after S seconds; for --state")
     made.add_argument("--replay", metavar="STEPS", help="do these steps instead: as a finding prints them, or a file")
     made.add_argument(
         "--hypothesis", action="store_true", help="let hypothesis choose the steps: slower, and it shrinks further"
     )
     made.add_argument("--json", action="store_true", help="print the summary as JSON")
     return made
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is less than 0")
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return seconds
+
+
+class MisuseError(Exception):
+    """What was given cannot be used; the message says why."""
+
+
+def _text(path: Path) -> str:
+    """Read a file: a device or a pipe might never end."""
+    if path.exists() and not path.is_file():
+        raise MisuseError(f"{path} is no file")
+    return path.read_text()
 
 
 class State:
@@ -45,26 +84,46 @@ class State:
         self._path = path
         self.seed = seed
         self.totals = Totals()
-        if path is not None and path.exists():
+        if path is not None:
             self._read(path)
 
     def _read(self, path: Path) -> None:
         try:
-            known = json.loads(path.read_text())
-            if known["seed"] != self.seed:
-                raise SystemExit(f"{path} is of seed {known['seed']}, not {self.seed}: give another file, or that seed")
-            steps, idle, episodes, seconds = (known[key] for key in ("steps", "idle", "episodes", "seconds"))
-            operations, counted = (Counter(known[key]) for key in ("operations", "counted"))
-            self.totals = Totals(steps, idle, episodes, seconds, operations, counted)
+            known = json.loads(_text(path))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise MisuseError(f"{path} cannot be read: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise MisuseError(f"{path} is no state of a run: {error!r}; give another file") from error
+        try:
+            seed, steps, idle, episodes = (_whole(known[key]) for key in ("seed", "steps", "idle", "episodes"))
+            operations, counted = (Counter(dict(known[key])) for key in ("operations", "counted"))
+            for number in (*operations.values(), *counted.values()):
+                _whole(number)
+            self.totals = Totals(steps, idle, episodes, float(known["seconds"]), operations, counted)
         except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path} is no state of a run: {error!r}; give another file") from error
+            raise MisuseError(f"{path} is no state of a run: {error!r}; give another file") from error
+        if seed != self.seed:
+            raise MisuseError(f"{path} is of seed {seed}, not {self.seed}: give another file, or that seed")
 
     def write(self) -> None:
-        """Put down how far it is."""
-        if self._path is not None:
-            fresh = self._path.with_name(self._path.name + ".new")
+        """Put down how far it is: all of it at once, or nothing."""
+        if self._path is None:
+            return
+        fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
             fresh.write_text(json.dumps(summary(self.seed, self.totals)))
             fresh.replace(self._path)
+        except (OSError, ValueError) as error:
+            fresh.unlink(missing_ok=True)
+            raise MisuseError(f"{self._path} cannot be written: {error}") from error
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int):
+        raise TypeError(f"{number!r} is no whole number")
+    return number
 
 
 def summary(seed: int, totals: Totals) -> dict[str, Any]:
@@ -94,8 +153,11 @@ def say(failure: Failure, where: str) -> None:
 def run(state: State, steps: int, seconds: float | None) -> bool:
     """Run episodes until there are so many steps, or so many seconds have passed. Returns whether all is well.
 
-    Raises: KeyboardInterrupt: what was done until the episode before is in the state.
+    Raises:
+        KeyboardInterrupt: what was done until the episode before is in the state.
+        MisuseError: the state cannot be written.
     """
+    state.write()  # before any work is done in vain
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     until = None if seconds is None else time.monotonic() + seconds
@@ -159,27 +221,45 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable(logging.ERROR)  # what the stores say of the failures that they are given
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell has ctrl-C ignored in what it puts into the background
         signal.signal(number, signal.default_int_handler)
-    if given.replay is not None:
-        text = Path(given.replay).read_text() if "(" not in given.replay else given.replay
-        try:
-            replay(read(text))
-        except Failure as failure:
-            print(f"{failure}", file=sys.stderr)
-            return 1
-        print("nothing was found")
-        return 0
-    if given.hypothesis:
-        if given.state is not None or given.seconds is not None:
-            made.error("--hypothesis has no --state and no --seconds")
-        return 0 if run_hypothesis(given.seed, given.steps) else 1
-    state = State(given.state, given.seed)
+    if given.hypothesis and (given.state is not None or given.seconds is not None):
+        made.error("--hypothesis has no --state and no --seconds")
     try:
-        is_well = run(state, given.steps, given.seconds)
+        if given.replay is not None:
+            return run_replay(given.replay)
+        if given.hypothesis:
+            return 0 if run_hypothesis(given.seed, given.steps) else 1
+        return run_seed(given)
+    except ModuleNotFoundError as error:
+        made.error(f"{error}: pip install 'stepwell[testing]'")
+    except (MisuseError, NoPlaceError) as error:
+        made.error(str(error))
     except KeyboardInterrupt:
-        show_summary(state, as_json=given.json)
         return 130
+
+
+def run_replay(given: str) -> int:
+    """Do steps again. Returns the exit code."""
+    try:
+        steps = read(given if "(" in given else _text(Path(given)))
+    except (OSError, ValueError) as error:
+        raise MisuseError(f"--replay: {error}") from error
+    try:
+        replay(steps)
+    except Failure as failure:
+        print(f"{failure}", file=sys.stderr)
+        return 1
+    print("nothing was found")
+    return 0
+
+
+def run_seed(given: argparse.Namespace) -> int:
+    """Run what a seed says, and show what was done. Returns the exit code."""
+    state = State(given.state, given.seed)
+    code = 130
+    with contextlib.suppress(KeyboardInterrupt):
+        code = 0 if run(state, given.steps, given.seconds) else 1
     show_summary(state, as_json=given.json)
-    return 0 if is_well else 1
+    return code
 
 
 if __name__ == "__main__":

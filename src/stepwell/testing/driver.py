@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 import random
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +44,9 @@ DEVICE_PART: Final = 0.35
 """Of the worlds of one process whose store has what a device tier needs."""
 SELECTIVE_PART: Final = 0.3
 SHRINK_SECONDS: Final = 120.0
+MEMORY: Final = Path("/dev/shm")
+WORLD_BYTES: Final = 64 << 20
+"""More than the files of any world have."""
 
 Step = tuple[str, dict[str, Any]]
 Steps = list[Step]
@@ -83,28 +87,64 @@ def _plain(value: object) -> object:
 
 
 def read(text: str) -> Steps:
-    """Return the steps of a text: one a line, or parted by semicolons.
+    """Return the steps of a text: one a line, or parted by semicolons. Nothing of it is run.
 
     Raises:
-        ValueError: it is none, or a step that nobody knows.
+        ValueError: it is none, or a step that nobody knows, or with what it may not have.
     """
     steps: Steps = []
-    known = operations_of(SequenceOperations).keys() | {"begin"}
     try:
-        body = ast.parse(text).body
-        for statement in body:
+        for statement in ast.parse(text).body:
             call = statement.value if isinstance(statement, ast.Expr) else None
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
-                raise ValueError(f"{ast.unparse(statement)!r} is no step")
-            steps.append((call.func.id, {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}))
-    except SyntaxError as error:
+                raise ValueError(f"what begins at {statement.lineno}:{statement.col_offset + 1} is no step")
+            steps.append((call.func.id, {each.arg or "**": ast.literal_eval(each.value) for each in call.keywords}))
+    except (SyntaxError, RecursionError, MemoryError, TypeError) as error:
         raise ValueError(f"no steps: {error}") from error
+    known = operations_of(SequenceOperations).keys() | {"begin"}
     for name, _ in steps:
         if name not in known:
             raise ValueError(f"{name} is no step; there are {', '.join(sorted(known))}")
     if not steps or steps[0][0] != "begin":
         raise ValueError("the first step has to be begin(...), which makes the world")
+    check_steps(steps)
     return steps
+
+
+def check_steps(steps: Steps) -> None:
+    """Check that steps are those of a world that there can be.
+
+    Raises: ValueError.
+    """
+    shape, _ = begun(steps[0])
+    operations = operations_of(kinds_of(shape)[1])
+    for name, given in steps[1:]:
+        if name not in operations:
+            raise ValueError(f"{name} is no step of a world that begin({', '.join(steps[0][1])}) makes")
+        known = operations[name].arguments
+        if given.keys() != known.keys():
+            raise ValueError(f"{name} is given ({', '.join(given)}), it has ({', '.join(known)})")
+        for key, value in given.items():
+            if not any(type(value) is type(each) and value == each for each in known[key]):
+                raise ValueError(f"{name}: {key} is never {value!r:.80}, but for example {known[key][0]!r}")
+
+
+def begun(step: Step) -> tuple[Shape, int]:
+    """Return the world that a step begin(...) makes: its shape and its seed.
+
+    Raises: ValueError: there can be none.
+    """
+    given = dict(step[1])
+    defaults = {**asdict(Shape()), "seed": 0}
+    if "seed" not in given or not given.keys() <= defaults.keys():
+        raise ValueError(f"begin is given ({', '.join(given)}), it has a seed, and of ({', '.join(defaults)}) any")
+    for key, value in given.items():
+        if type(value) is not type(defaults[key]):
+            raise ValueError(f"begin: {key} is never {value!r:.80}, but for example {defaults[key]!r}")
+    seed = given.pop("seed")
+    shape = Shape(**given)
+    shape.check()
+    return shape, seed
 
 
 def command(steps: Steps) -> str:
@@ -120,11 +160,28 @@ def kinds_of(shape: Shape) -> tuple[type[World], type[Operations]]:
     return (SequenceWorld, SequenceOperations) if shape.device else (World, Operations)
 
 
+class NoPlaceError(Exception):
+    """There is no room to make a world in."""
+
+
+def place() -> Path:
+    """Return where worlds are made: in memory, where that has room. On another file system the same seed may give
+    another run, for pages may need more room there.
+
+    Raises: NoPlaceError.
+    """
+    places = (MEMORY, Path(tempfile.gettempdir()))
+    for each in places:
+        with suppress(OSError):
+            if os.access(each, os.W_OK | os.X_OK) and shutil.disk_usage(each).free >= WORLD_BYTES:
+                return each
+    raise NoPlaceError(f"worlds need {WORLD_BYTES >> 20} MiB free in {' or '.join(map(str, places))}; set TMPDIR")
+
+
 @contextmanager
 def world(shape: Shape, seed: int) -> Iterator[World]:
     """Make a world in directories of its own."""
-    memory = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="sw-test-", dir=memory if memory.is_dir() else None))
+    directory = Path(tempfile.mkdtemp(prefix="sw-test-", dir=place()))
     made = None
     try:
         made = kinds_of(shape)[0](shape, seed=seed, directory=directory)
@@ -159,8 +216,9 @@ def draw(shape: Shape, random_: random.Random, count: int) -> Iterator[Step]:
 def play(shape: Shape, seed: int, steps: Iterable[Step], totals: Totals) -> None:
     """Do steps in a new world, and check after each.
 
-    Raises: Failure.
+    Raises: Failure, NoPlaceError.
     """
+    place()
     done: Steps = [("begin", {**asdict(shape), "seed": seed})]
     try:
         with world(shape, seed) as it:
@@ -196,53 +254,86 @@ def replay(steps: Steps) -> None:
 
     Raises: Failure, as they did.
     """
-    (_, begin), *rest = steps
-    given = dict(begin)
-    seed = given.pop("seed")
-    play(Shape(**given), seed, rest, Totals())
+    shape, seed = begun(steps[0])
+    play(shape, seed, steps[1:], Totals())
 
 
 # ---- shrinking -------------------------------------------------------------------------------------------------------
 
 
 def shrink(failure: Failure, *, seconds: float = SHRINK_SECONDS) -> Failure:
-    """Leave out steps that a failure does not need, as long as one of its kind remains.
+    """Leave out steps that a failure does not need, and make the rest plainer, while a failure of its kind remains.
+
+    Ctrl-C ends it early, with what it has by then.
 
     Source: delta debugging; Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input (2002).
     """
-    until = time.monotonic() + seconds
-    kind = type(failure.cause)
-    begin = failure.steps[0]
+    best = failure
+    with suppress(KeyboardInterrupt):
+        for each in _smaller(failure, time.monotonic() + seconds):
+            best = each
+    return best
 
-    def fails(rest: Steps) -> Failure | None:
+
+def _smaller(best: Failure, until: float) -> Iterator[Failure]:
+    """Yield ever smaller failures of a kind."""
+    kind = type(best.cause)
+
+    def fails(steps: Steps) -> Failure | None:
         try:
-            replay([begin, *rest])
+            replay(steps)
         except Failure as found:
             return found if isinstance(found.cause, kind) else None
         return None
 
-    best = failure
     # The end is needed most often, and the beginning hardly ever: halves of it go first.
     tail = len(best.steps) // 2
     while tail > 0 and time.monotonic() < until:
-        found = fails(best.steps[1 + tail :])
+        found = fails([best.steps[0], *best.steps[1 + tail :]])
         if found is None:
             tail //= 2
         else:
             best, tail = found, len(found.steps) // 2
-    parts = 2
-    while len(best.steps) > 1 and time.monotonic() < until:
-        rest = best.steps[1:]
-        size = max(1, len(rest) // parts)
-        for at in range(0, len(rest), size):
-            found = fails(rest[:at] + rest[at + size :])
-            if found is not None:
-                best, parts = found, max(parts - 1, 2)
-                break
+            yield best
+    size = len(best.steps) // 4
+    while size > 0:
+        is_smaller = False
+        end = len(best.steps)
+        while end > 1:
+            first = max(1, end - size)
             if time.monotonic() >= until:
-                return best
-        else:
-            if size == 1:
-                return best
-            parts = min(2 * parts, len(rest))
-    return best
+                return
+            found = fails([*best.steps[:first], *best.steps[end:]])
+            if found is not None:
+                best, is_smaller = found, True
+                yield best
+            end = min(first, len(best.steps))
+        size = size // 2 or int(is_smaller)
+    for at, (_, arguments) in enumerate(best.steps):
+        for key in arguments if at < len(best.steps) else ():
+            for plainer in _plainer(best.steps, at, key):
+                if time.monotonic() >= until:
+                    return
+                found = fails(plainer)
+                if found is not None:
+                    best = found
+                    yield best
+                    break
+
+
+def _plainer(steps: Steps, at: int, key: str) -> Iterator[Steps]:
+    """Yield the same steps with one argument of one of them changed to a plainer value, the plainest first."""
+    name, given = steps[at]
+    value = given[key]
+    if at == 0:
+        plain = [{**asdict(Shape(host=0, shared=0, disk=0)), "seed": 0}[key]]
+    elif key == "path":
+        plain = [(0,) * pages for pages in range(1, len(value) + 1)] + [value[:pages] for pages in range(1, len(value))]
+    else:
+        plain = [operations_of(SequenceOperations)[name].arguments[key][0]]
+    for each in plain:
+        changed = [*steps[:at], (name, {**given, key: each}), *steps[at + 1 :]]
+        with suppress(ValueError):
+            check_steps(changed)
+            if each != value:
+                yield changed

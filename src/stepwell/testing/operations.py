@@ -436,6 +436,8 @@ class Operations:
         count = it.store.evict(Tier(tier), pages)
         it.see(Step(room=True))
         self.check_gone(it, count, {tier: before - self.resident(it, tier)})
+        if count > pages:
+            raise BrokenPromise(f"{count} pages left {Tier(tier)}, {pages} were to")
         if count < pages and it.model.is_ordered:
             left = [key for key in it.model.order[tier] if not it.model.pages[key].is_pinned(tier)]
             if any(key not in it.soft for key in left):
@@ -468,8 +470,8 @@ class Operations:
         for key in dropped:
             states = model.states(key)
             left = [tier for tier in it.tiers if states[tier] == RESIDENT and not model.pages[key].is_pinned(tier)]
-            # A page that was borrowed is pinned in every tier, wherever the match that holds it has found it.
-            is_pinned = it.world.is_shared and left and model.pages[key].pins != UNPINNED
+            # What is borrowed, or comes to the device, is pinned in every tier, wherever the match has found it.
+            is_pinned = not model.is_ordered and left and model.pages[key].pins != UNPINNED
             if left and key not in it.soft and not is_pinned:
                 raise BrokenPromise(f"page {name(key)} was forgotten, and is in {left} still")
         return count > 0

@@ -22,6 +22,8 @@ GEOMETRIES: Final = (
     PageGeometry.opaque(5000, fingerprint={"model": "w"}, page_tokens=PAGE_TOKENS),
 )
 """Pages of 16 KiB, of which a volume holds a dozen; of 1 KiB; and of rows of bytes whose number is odd."""
+OPAQUE: Final = 2
+"""Which of them has no layers."""
 NAMESPACES: Final = (None, Namespace(adapter="a"), Namespace(salt="a"))
 
 Steps = tuple[int, ...]

@@ -23,11 +23,12 @@ from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.index import Tier
 from stepwell.testing.caller import Caller
 from stepwell.testing.model import ARRIVING, BrokenPromise, States, Step, name
-from stepwell.testing.pages import GEOMETRIES
+from stepwell.testing.pages import GEOMETRIES, OPAQUE
 
 VOLUME_BYTES: Final = 256 * 1024
 HOST_SLOT_BYTES: Final = 4096
 _MOST_ROUNDS: Final = 60
+_MOST: Final = 64
 _BETWEEN_TRIES: Final = 61.0
 """Seconds: a tier that failed is tried again at least so often."""
 
@@ -48,6 +49,25 @@ class Shape:
     stores: int = 1
     device: int = 0
     step_pages: int = 64
+
+    def check(self) -> None:
+        """Check that there can be such a world.
+
+        Raises: ValueError.
+        """
+        volumes = [each for each in (self.shared, self.disk) if each]
+        if not (
+            0 <= self.geometry < len(GEOMETRIES)
+            and all(0 <= each <= _MOST for each in (self.host, self.shared, self.disk, self.device))
+            and (self.host or volumes)
+            and 1 <= self.stores <= _MOST
+            and (self.stores == 1 or volumes)
+            and all(each >= self.stores for each in volumes)
+            and not (self.selective and len(volumes) < 2)
+            and 1 <= self.step_pages <= _MOST
+            and not (self.device and (not self.host or self.stores > 1 or self.geometry == OPAQUE))
+        ):
+            raise ValueError(f"there is no such world: {self}")
 
 
 class World:
