@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,36 @@ def test_a_world_is_made_only_where_it_has_room(
     assert driver.place() == Path(tempfile.gettempdir())
     monkeypatch.setattr(driver, "WORLD_BYTES", 1 << 60)
     assert "MiB free" in refused(capsys, "--steps", "1")
+
+
+def test_the_model_knows_after_failures_what_continues_pages_that_are_nowhere() -> None:
+    steps = """
+        begin(geometry=0, host=4, shared=1, disk=1, selective=True, stores=1, device=0, step_pages=64, seed=151852560)
+        save_keys(who=0, path=(0, 1, 1), space=0, first=0)
+        save(who=0, path=(0, 1, 1, 0), space=2)
+        save_keys(who=0, path=(1, 1, 1), space=0, first=0)
+        hold(who=0, path=(0, 1), space=2)
+        save(who=0, path=(2,), space=0)
+        save(who=0, path=(0, 1, 1), space=0)
+        settle(who=0)
+        load_keys(who=0, path=(2,), space=0, first=0)
+        save(who=0, path=(0, 0, 0, 0, 0), space=1)
+        load(who=0, path=(0, 1, 1), space=0, order='page', deadline=None)
+        settle(who=0)
+        fail(point='file.pread', error=5, nth=0, steps=10)
+        evict(who=0, tier=3, pages=100)
+        save(who=0, path=(0,), space=0)
+        load(who=0, path=(0,), space=0, order='page', deadline=None)
+        save(who=0, path=(0,), space=0)
+        move(who=0, units=1)
+        move(who=0, units=1)
+        move(who=0, units=1)
+        probe(who=0, path=(0,), space=0, lease=0.0, readahead=False)
+        save(who=0, path=(1, 0), space=0)
+        hold(who=0, path=(0,), space=0)
+        save_keys(who=0, path=(0, 1, 1), space=0, first=2)
+    """
+    replay(read(textwrap.dedent(steps)))
 
 
 def test_a_command_can_be_pasted_into_a_shell() -> None:

@@ -470,8 +470,8 @@ class Operations:
         for key in dropped:
             states = model.states(key)
             left = [tier for tier in it.tiers if states[tier] == RESIDENT and not model.pages[key].is_pinned(tier)]
-            # What is borrowed, or comes to the device, is pinned in every tier, wherever the match has found it.
-            is_pinned = not model.is_ordered and left and model.pages[key].pins != UNPINNED
+            # What is borrowed is pinned in every tier, wherever the match has found it; so is what comes to a device.
+            is_pinned = it.world.shape.device > 0 or (it.world.is_shared and left and model.pages[key].pins != UNPINNED)
             if left and key not in it.soft and not is_pinned:
                 raise BrokenPromise(f"page {name(key)} was forgotten, and is in {left} still")
         return count > 0
