@@ -309,6 +309,23 @@ def test_the_model_knows_after_failures_what_continues_pages_that_are_nowhere() 
     replay(read(textwrap.dedent(steps)))
 
 
+def test_a_pin_that_is_refused_uses_no_page_behind_a_damaged_one() -> None:
+    steps = """
+        begin(geometry=0, host=0, shared=2, disk=0, selective=False, stores=1, device=0, step_pages=64, seed=0)
+        save_keys(who=0, path=(1, 1, 0, 1), space=1, first=0)
+        pin(who=0, path=(1, 1, 0, 1), space=1, ttl=1.0)
+        save_keys(who=0, path=(0, 0, 1), space=0, first=0)
+        damage(who=0, path=(0, 0), space=0, tier=2, page=1)
+        save(who=0, path=(2, 0), space=2)
+        load(who=0, path=(0, 0), space=0, order='page', deadline=None)
+        pin(who=0, path=(2,), space=2, ttl=1.0)
+        move(who=0, units=4)
+        pin(who=0, path=(0, 0, 1), space=0, ttl=1.0)
+        audit(who=0)
+    """
+    replay(read(textwrap.dedent(steps)))
+
+
 def test_a_command_can_be_pasted_into_a_shell() -> None:
     steps = [("begin", {"host": 4, "seed": 1}), ("load", {"order": "page", "path": (0, 1)})]
     assert command(steps).endswith(""" --replay 'begin(host=4, seed=1); load(order='"'"'page'"'"', path=(0, 1))'""")

@@ -258,14 +258,13 @@ class StoreModel:
             self.know(key).claims += change
         self.forget_unknown(keys)
 
+    def coverable(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the leading pages that are somewhere or on their way: those that a pin() covers."""
+        return list(itertools.takewhile(lambda key: {ARRIVING, RESIDENT, LEAVING} & set(self.states(key)), keys))
+
     def hold(self, keys: Sequence[bytes]) -> list[bytes]:
         """Pin a chain with pin(): its leading pages that are somewhere or on their way. Returns these."""
-        covered = 0
-        for key in keys:
-            if not {ARRIVING, RESIDENT, LEAVING} & set(self.states(key)):
-                break
-            covered += 1
-        chain = list(keys[:covered])
+        chain = self.coverable(keys)
         if chain:
             self.use_path(chain)
             self.holds[chain[-1]] = self.holds.get(chain[-1], 0) + 1

@@ -496,8 +496,7 @@ class Operations:
         if pin.full is not None:
             if pin.full.needed + pin.full.pinned <= pin.full.allowed:
                 raise BrokenPromise(f"{pin.full} refuses what it allows")
-            covered = [key for key in named.keys if any(it.model.states(key))]
-            it.model.use_path(named.keys[: len(covered)] if named.keys[: len(covered)] == tuple(covered) else ())
+            it.model.use_path(it.model.coverable(named.keys))
             return True
         chain = it.model.hold(named.keys)
         if (pin.tokens, pin.pending) != (
