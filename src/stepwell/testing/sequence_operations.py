@@ -438,6 +438,21 @@ class SequenceOperations(Operations):
         loads = any(each.target > each.ready for each in self.caller(who).sequences)
         return not (tier == Tier.HOST and loads) and super().damage(who, path, space, tier, page)
 
+    @operation(1, who=CALLERS, which=range(3), page=range(MOST_PAGES))
+    def damage_held(self, who: int, which: int, page: int) -> bool:
+        """Change one bit of a page that an open match has in host memory, and read it: it bars the way there from its
+        quarantine, for it is not mended while the match is open."""
+        it = self.caller(who)
+        held = it.held[which % len(it.held)] if it.held else None
+        if held is None or held.epoch != it.epoch or self.world.is_failing or self.world.is_shared:
+            return False
+        here = [key for key, tier in zip(held.keys, held.tiers, strict=True) if tier == Tier.HOST]
+        loads = any(each.target > each.ready for each in it.sequences)
+        if not here or loads or not it.damage(here[page % len(here)], Tier.HOST):
+            return False
+        self.load_held(who, which)
+        return True
+
     @operation(0.3, who=CALLERS, epoch=range(3))
     def set_epoch(self, who: int, epoch: int) -> bool:
         """Change the weights: sequences go on with what they hold, and publish nothing more."""

@@ -18,7 +18,7 @@ from stepwell import sequence as real
 from stepwell.config import DeviceTier, StoreConfig
 from stepwell.index import Tier
 from stepwell.testing.caller import Caller
-from stepwell.testing.model import ARRIVING, RESIDENT, After, BrokenPromise, Step, name
+from stepwell.testing.model import ABSENT, ARRIVING, RESIDENT, After, BrokenPromise, Step, name
 from stepwell.testing.numpy_device import NumpyPool
 from stepwell.testing.operations import MOST_PAGES
 from stepwell.testing.pages import PAGE_TOKENS, content
@@ -68,9 +68,9 @@ class DeviceCaller(Caller):
         super().open(found, at_least=at_least)
         self.device = self.store.device
         self.arrays = cast("NumpyPool", self.device.pool_for_testing())
-        self._theirs = self.store._running()
-        self._look = self._theirs._look
-        self._theirs._look = self._looking  # type: ignore[method-assign]
+        self.theirs = self.store._running()
+        self._look = self.theirs._look
+        self.theirs._look = self._looking  # type: ignore[method-assign]
         self._table = np.empty((MOST_SEQUENCES, _TABLE_PAGES), np.int32)
 
     def begin_model(self) -> None:
@@ -109,6 +109,7 @@ class DeviceCaller(Caller):
         self.pin(it, -1)
         target = (sequence.ready + sequence.loading) // PAGE_TOKENS
         it.looked(found, target, self.model.states, sequence._block["slot"].tolist())
+        self.check_stall(it)
         for place, key in zip(it.places, it.keys, strict=False):
             place.content = self.page(it.epoch, key)
         self.pin(it, +1)
@@ -255,7 +256,34 @@ class DeviceCaller(Caller):
                 raise BrokenPromise(f"{counts}: {arriving} pages arrive, {self.private} slots are private")
         self.checks += 1
         if self.sequences and self.checks % 4 == 0:
+            self.check_pins()
             self.check_one(self.sequences[self.checks // 4 % len(self.sequences)])
+
+    def check_pins(self) -> None:
+        """Hold the number of pinned pages of each tier to what is open, where nothing is under way that pins too."""
+        is_moving = (
+            *(self.running, self.probed, self.model.carried, self.theirs._unlanded),
+            *(each.it._promotions for each in self.sequences),
+            *(each.epoch != self.epoch for each in self.sequences),
+            *(each.epoch != self.epoch for each in self.held),
+            *(self.index.counts(Tier(tier))["arriving"] for tier in self.tiers if tier != DEVICE),
+        )
+        if any(is_moving):
+            return
+        pages = self.model.pages.values()
+        if any(page.is_left for page in pages):  # it may be that another one brings it by now
+            return
+        for tier in self.tiers:
+            pinned = sum(page.at[tier] == RESIDENT and page.is_pinned(tier) for page in pages)
+            if (counts := self.index.counts(Tier(tier)))["pinned"] != pinned:
+                raise BrokenPromise(f"{Tier(tier)}: {pinned} pages are pinned by what is open; {counts}")
+
+    def check_stall(self, it: Open) -> None:
+        """Hold a sequence that has just looked to what it says of its stall: it lacks a slot. Host memory has to have
+        one as well."""
+        lacking = [key for key in it.keys[it.ready : it.target] if self.model.states(key)[DEVICE] == ABSENT]
+        if it.it.stalled and lacking and all(self.index.counts(tier)["free"] for tier in (Tier.DEVICE, Tier.HOST)):
+            raise BrokenPromise(f"{it.it!r} is stalled, and there are free slots for {list(map(name, lacking))}")
 
     @property
     def strangers(self) -> int:
