@@ -385,6 +385,23 @@ def test_a_page_computed_twice_is_published_once(make_engine: MakeEngine, winner
     assert engine.store.stats().tiers["shared"].resident == 4
 
 
+def test_nothing_is_brought_below_of_another_ones_page_between_two_of_ones_own(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    one, other = engine.open(prompt(1, 13)), engine.open(prompt(1, 13))
+    for sequence, tokens in ((one, 4), (other, 8), (one, 13)):  # so that the page in the middle is the other one's
+        assert engine.store.extend([sequence], [tokens]).ok.all()
+    engine.compute({one: 13, other: 8})
+    assert engine.store.publish([other], [8]) == (1, 1)
+    engine.land()
+    other.close()
+    evict_all(engine.store, Tier.SHARED)  # the page of the middle is on the device alone
+    assert engine.store.publish([one], [13]) == (2, 1)
+    engine.land()
+    shared = engine.store.stats().tiers["shared"]
+    assert (shared.resident, shared.arriving) == (2, 0)
+    engine.verify(one, 13)
+
+
 # ---- extend ----------------------------------------------------------------------------------------------------------
 
 
