@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _OPTION = "--stepwell-tier"
 _NODE = "stepwell.testing.contract"
+_LEAST_PAGES = 8
+_LEAST_BYTES = 16  # in fewer, two pages of random bytes may be the same
 _CHOSEN = pytest.StashKey[list[str]]()
 _SUITE = pytest.StashKey[type]()
 
@@ -152,7 +154,14 @@ def _try(spec: str, make: MakeTier, parent: Path | None) -> None:
                 f"{_OPTION} {spec}: it returned {type(tier).__name__}, which is not a Tier: it has no "
                 f"{', '.join(missing)}; see help(stepwell.testing.tier.Tier)"
             )
-        tier.close()
+        try:
+            slots, page_bytes = tier.capacity_pages, tier.page_bytes
+            tier.close()
+        except Exception as error:
+            raise pytest.UsageError(f"{_OPTION} {spec}: its tier raised {_told(error)}") from error
+        for name, value, least in (("capacity_pages", slots, _LEAST_PAGES), ("page_bytes", page_bytes, _LEAST_BYTES)):
+            if not isinstance(value, int) or value < least:
+                raise pytest.UsageError(f"{_OPTION} {spec}: {name} is {value!r}; the suite needs at least {least}")
 
 
 def _suite(make: MakeTier, parent: Path | None, examples: int) -> type:
