@@ -420,7 +420,8 @@ def test_a_miss_is_counted_once_however_often_one_looks(open_rig: OpenRig) -> No
         transfer = rig.start_load(chain(1, 8))
         wait_paused("mover.unit")
         rig.store.set_epoch(1)
-    assert transfer.wait()
+    assert transfer.wait()  # decided; its misses are counted once it has ended
+    assert rig.store.flush(30.0)
     looks = [rig.store.stats().misses for _ in range(3)]
     assert sum(looks[0].values()) > 0
     assert looks == looks[:1] * 3
