@@ -384,7 +384,7 @@ class Operations:
 
     @operation(3, who=CALLERS, path=PATHS, space=SPACES, first=(0, 0, 1, 2))
     def save_keys(self, who: int, path: tuple[int, ...], space: int, first: int) -> bool:
-        """Save pages under their keys, and wait: a whole chain, or what continues one that is known from its first page.
+        """Save pages under their keys, and wait: a whole chain, or what continues one known from its first page.
 
         Where a chain has no known beginning, records say less after a restart than the index knew; the model has no
         depths to tell (index_model.py has).
