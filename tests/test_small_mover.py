@@ -13,7 +13,10 @@ MOVER = "--stepwell-mover"
 SMALL = Path(__file__).with_name("small_mover.py").read_text()
 FAULTS = {
     "goes on to land after a revoke": (
-        [("if self.over.is_set() or self.outcomes[page] is not PENDING:", "if self.outcomes[page] is FAILED:")],
+        [
+            ("if self.over.is_set() or self.outcomes[page] is not PENDING:", "if self.outcomes[page] is FAILED:"),
+            ("        self.is_stopped = True\n        with self.lock:  # nobody", "        with self.lock:  # nobody"),
+        ],
         {"test_nothing_lands_once_a_batch_is_over"},
     ),
     "does not look at its deadline": (

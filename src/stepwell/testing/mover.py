@@ -137,8 +137,8 @@ class Mover(Protocol):
         """Take no batch any more, wait until all are over, at most `timeout` seconds, then cancel the rest.
 
         Returns:
-            Whether all came to their own end; False: some were cancelled. Either way every batch is over, and told of
-            by poll(). Again: the same answer.
+            Whether all came to their own end in time; False: the rest was cancelled, though what was being copied may
+            have landed yet. Either way every batch is over, and told of by poll(). Again: the same answer.
         """
 
 
