@@ -5,18 +5,26 @@ is the store's to choose (which copy is made first, how many pages leave to make
 with `BrokenPromise` what no rule allows. The promises, each with the place where it is held to:
 
     1  Immutable: a page is its key. Whoever saves a key that is here, or on its way, changes nothing.      claimable
-    2  Resident means readable: complete, verified, of this epoch. Nothing is resident that did not arrive.       see
+    2  Resident means readable: complete, verified, of this epoch. Nothing is resident that did not arrive,
+       nothing arrives that nobody wants, and after a step no page is LEAVING.                                    see
     3  A pinned page stays where it is pinned. A pin() keeps the last lasting copy.                            _leave
     4  Slots add up: free + arriving + resident + leaving + quarantined = capacity, and none is another's.    adds_up
     5  A match ends at the first page that no tier has. It says why, and finds each page in the nearest tier.    find
-    6  Full is a value: a page is refused only where nothing more could leave.                             may_refuse
+    6  Full is a value: a page is refused only where nothing more could leave. Pages that are saved together,
+       and those that the store is carrying, do not leave for one another.                                 may_refuse
     7  What failed or was given up is as if it had not been begun.                                                see
-    8  A crash keeps what was resident in a lasting tier, and brings back nothing else.                         crash
-    9  A damaged page is found by who reads it, is quarantined, and is never offered again.                 find, see
-    10 The page that leaves is the one used longest ago, and never before the pages that continue it.          _leave
+    8  The end of a process (not of the machine) keeps what was resident in shared memory and on disk, and
+       brings back nothing else.                                                                                crash
+    9  A damaged page is found by who reads it, is quarantined, and is not offered again by this process.   find, see
+    10 The page that leaves is the one used longest ago, and never before the pages that continue it; what
+       no match can reach leaves first, and what a probe has asked for may stay (courtesies).       _leave, _arrival
+    11 What is forgotten is in no tier afterwards, but for what is pinned; evict and clear take only what may
+       leave (Step.named, operations.py).                                                                      _leave
+    12 A page of another epoch is a miss, and pins end with their epoch.                                         turn
 
-A page is used by every look-up that finds it, every save that names it, and every pin(). `stepwell.testing.world` holds
-a store to this file after every step; `stepwell.testing.index_model` has the same for the index alone, to the last id.
+A page is used by every look-up that finds it, every save that names it, and every pin(). What a load delivers, and that
+no byte lands after its deadline or in memory that was given back, is held to in caller.py; it compares bytes. `world`
+holds a store to this file after every step; `index_model` has the same for the index alone, to the last id.
 """
 
 from __future__ import annotations
@@ -319,17 +327,17 @@ class StoreModel:
         page = self.know(key)
         was = page.at[tier]
         match (was, became):
-            case (0, 1) | (4, 1):  # ABSENT -> ARRIVING: nobody brings what nobody wants
+            case (Residency.ABSENT | Residency.QUARANTINED, Residency.ARRIVING):  # nobody brings what nobody wants
                 allowed = key in step.wanted and (was == ABSENT or step.mends)
-            case (1, 2):  # ARRIVING -> RESIDENT
+            case (Residency.ARRIVING, Residency.RESIDENT):
                 allowed = step.lands
-            case (1, 0):  # ARRIVING -> ABSENT: as if it had not been begun (7)
+            case (Residency.ARRIVING, Residency.ABSENT):  # as if it had not been begun (7)
                 allowed = step.gives_up
-            case (0, 2):  # ABSENT -> RESIDENT: in one step it was claimed and has landed, or its volume was adopted
+            case (Residency.ABSENT, Residency.RESIDENT):  # claimed and landed in one step, or its volume was adopted
                 allowed = (key in step.wanted and step.lands) or tier in step.returns.get(key, ())
-            case (2, 4) | (1, 4):  # RESIDENT -> QUARANTINED: only who reads what is damaged finds that (9)
+            case (Residency.RESIDENT | Residency.ARRIVING, Residency.QUARANTINED):  # who reads what is damaged (9)
                 allowed = page.damaged[tier] or step.fails
-            case (4, 0):  # QUARANTINED -> ABSENT: its slot was rewritten and read back
+            case (Residency.QUARANTINED, Residency.ABSENT):  # its slot was rewritten and read back
                 allowed = step.mends
             case _:
                 allowed = False
