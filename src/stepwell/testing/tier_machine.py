@@ -182,7 +182,10 @@ class TierMachine(RuleBasedStateMachine):
         self._taken = {}
         for record in PatientTier(self._tier).recover():
             assert record.key in must, f"{record} was recovered; committed were {sorted(must)}"
-            self._taken[record.slot] = must.pop(record.key)
+            taken = self._taken[record.slot] = must.pop(record.key)
+            if taken.checksum != taken.page.checksum == record.checksum:
+                # The checksum that was given was not the page's; a tier that makes its own has the page, and right.
+                taken.checksum, taken.is_right = record.checksum, True
         # A page that has not its checksum may be dropped at once.
         lost = sorted(key for key, taken in must.items() if taken.is_right)
         assert not lost, f"committed and not recovered: {lost}"
