@@ -90,6 +90,10 @@ def test_the_tier_of_the_readme_is_short() -> None:
     assert sum(1 for line in readme_tier().splitlines() if line.strip()) < 70
 
 
+RACES = {"claims without a lock"}
+MORE_TRIES = 7
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_tier_of_the_readme_is_found(fault: str, directories: Directories, tmp_path: Path) -> None:
     changes, finders = FAULTS[fault]
@@ -97,5 +101,9 @@ def test_a_fault_in_the_tier_of_the_readme_is_found(fault: str, directories: Dir
     directories.shared.mkdir()
     quick = ("--stepwell-directory", str(directories.shared), "--stepwell-examples", "50", "--tb=short")
     run = run_pytest(tmp_path, "--stepwell-tier", "mytier:DirectoryTier", *quick)
+    for _ in range(MORE_TRIES if fault in RACES else 0):  # threads do not meet in every run
+        if finders <= run.named("failed"):
+            break
+        run = run_pytest(tmp_path, "--stepwell-tier", "mytier:DirectoryTier", *quick)
     assert run.code == 1, run.output
     assert finders <= run.named("failed"), f"{sorted(finders - run.named('failed'))} passed"
