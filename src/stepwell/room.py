@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -261,11 +262,23 @@ class Room:
         with self._index.evict(tier, pages, self.medium(tier)) as victims:
             return self._free(tier, victims)
 
-    def forget(self, tier: Tier, name_space: int, tokens: npt.NDArray[np.int32], keep_pages: int) -> int:
-        """Take the unpinned pages of a chain past its first `keep_pages` out of a tier, but for those that a match
-        wants again meanwhile. Returns how many went."""
-        with self._index.forget(tier, name_space, tokens, keep_pages, self.medium(tier)) as victims:
-            return self._free(tier, victims)
+    def forget(
+        self, name_space: int, tokens: npt.NDArray[np.int32], keep_pages: int, *, turning: threading.Lock
+    ) -> int:
+        """Take the unpinned pages of a chain past its first ones out of every tier, but for those that a match wants
+        again meanwhile. Returns how many went.
+
+        Args:
+            turning: is held while they are chosen: those of one tier are of the epoch of those of another.
+        """
+        tiers = self.all_tiers
+        with contextlib.ExitStack() as taken:
+            with turning:
+                victims = [
+                    taken.enter_context(self._index.forget(tier, name_space, tokens, keep_pages, self.medium(tier)))
+                    for tier in tiers
+                ]
+            return sum(self._free(tier, each) for tier, each in zip(tiers, victims, strict=True))
 
     def _free(self, tier: Tier, victims: _core.Victims) -> int:
         """Let the slots of victims be given to other pages. Returns how many."""

@@ -774,7 +774,7 @@ class PageStore:
         with Taken(self._index) as taken:
             self._index.match_and_pin(name_space, checked, self._room.readable, into=taken)
         keep_pages = -(-keep // self._page_tokens)
-        return sum(self._room.forget(tier, name_space, checked, keep_pages) for tier in self._room.all_tiers)
+        return self._room.forget(name_space, checked, keep_pages, turning=self._turning)
 
     def clear(self) -> int:
         """Drop every unpinned page from every tier; a pin()'s pages keep one copy. Returns copies dropped."""
