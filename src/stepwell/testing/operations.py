@@ -20,7 +20,7 @@ from stepwell.errors import StepwellError
 from stepwell.index import Tier
 from stepwell.mover import SaveOutcome, SaveResult
 from stepwell.testing.caller import Caller, Held
-from stepwell.testing.model import ABSENT, ARRIVING, RESIDENT, UNPINNED, BrokenPromise, Step, name
+from stepwell.testing.model import ARRIVING, RESIDENT, UNPINNED, BrokenPromise, Step, name
 from stepwell.testing.pages import PAGE_TOKENS, Prefix, prefix
 from stepwell.testing.world import World
 
@@ -153,7 +153,7 @@ class Operations:
         looked_at = len(keys) - result.refused
         free = {tier: it.index.claimable(tier) for tier in it.lasting}
         for row, key in enumerate(keys):
-            lacking = [tier for tier in it.lasting if it.model.states(key)[tier] == ABSENT]
+            lacking = it.model.claimable(key, it.lasting)
             if it.world.shape.selective:
                 lacking = [tier for tier in lacking if tier != Tier.DISK]
             if row > looked_at:
