@@ -1,0 +1,1 @@
+"""Serve SGLang's hierarchical cache from stepwell. Importing this package imports neither sglang nor torch."""
