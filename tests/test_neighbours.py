@@ -129,6 +129,15 @@ def test_probe_that_is_not_to_read_ahead_counts_what_is_here(open_rig: OpenRig) 
     assert reader.store.stats().neighbours.delivered == 0
 
 
+def test_what_a_neighbour_has_is_held_also_behind_a_gap(open_rig: OpenRig) -> None:
+    owner, reader = two(open_rig)
+    owner.save(chain(1, 4))
+    keys = keys_of(chain(1, 4))
+    reader.round()
+    asked = np.stack([keys[0], keys[0] ^ 1, keys[1], keys[2], keys[2] ^ 1])
+    assert reader.store.holds(asked).tolist() == [True, False, True, True, False]
+
+
 def test_keys_that_are_no_chain_are_found_each_on_its_own(open_rig: OpenRig) -> None:
     owner, reader = two(open_rig)
     owner.save(chain(1, 3))

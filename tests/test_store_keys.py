@@ -194,6 +194,17 @@ def test_the_state_of_a_key_is_told_per_tier(open_rig: OpenRig) -> None:
     assert set(rig.store.state(keys_of(2).tobytes()).values()) == {Residency.ABSENT}
 
 
+def test_each_key_is_held_or_not_whatever_lies_before_it(open_rig: OpenRig) -> None:
+    rig = open_rig(**BOTH)
+    save(rig, keys_of(1, 3, 4))
+    rig.store.evict(Tier.SHARED, 1)
+    assert rig.store.holds(keys_of(0, 1, 2, 3, 4)).tolist() == [False, True, False, True, True]
+    assert rig.store.holds(keys_of(3), kind=2).tolist() == [False]
+    assert_unpinned(rig.store)
+    rig.store.set_epoch(9)
+    assert not rig.store.holds(keys_of(1, 3, 4)).any()
+
+
 def test_another_epoch_knows_no_keys_of_this_one(open_rig: OpenRig) -> None:
     rig = open_rig(**BOTH)
     save(rig, keys_of(1, 2))

@@ -57,6 +57,10 @@ class Residency(IntEnum):
     QUARANTINED = 4
 
 
+NO_TIER: Final = 0xFF
+"""In place of a tier, in what the core says of a page: none, as csrc/index.cc has it."""
+
+
 class Move(IntEnum):
     """A move of a residency."""
 

@@ -79,12 +79,21 @@ class Staging:
             ),
         )
 
+    @property
+    def has_offers(self) -> bool:
+        """Whether any neighbour's page is known, and could be brought."""
+        return bool(self._foreign.pages > 0) and self._room.has_staging
+
     def offers(self, keys: npt.NDArray[np.uint8], kind: int) -> bool:
         """Say whether the page of the first key can be had all the same: a neighbour has it, or it has just come."""
+        return self.offered(keys[:1], kind) > 0
+
+    def offered(self, keys: npt.NDArray[np.uint8], kind: int) -> int:
+        """Say how many leading keys can be had so."""
         if len(keys) == 0 or self._foreign.pages == 0:
-            return False
-        found = self._foreign.find_keys(self._index, keys[:1], kind, self._copies.epoch.number, self._room.readable)
-        return bool(found.pages > 0)
+            return 0
+        found = self._foreign.find_keys(self._index, keys, kind, self._copies.epoch.number, self._room.readable)
+        return int(found.pages)
 
     def _is_worth_it(self, found: MatchResult) -> bool:
         return self._foreign.pages > 0 and self._room.has_staging and Miss(found.miss) in _OPEN_ENDS

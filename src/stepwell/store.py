@@ -39,7 +39,7 @@ from stepwell.errors import (
 )
 from stepwell.hashing import MAX_KEY_BYTES, Keys, Namespace, Tokens, as_keys, as_tokens, epoch_number, hash_chain
 from stepwell.health import LOG_SECONDS, Calls, Health
-from stepwell.index import Index, Residency, Taken, Tier, tier_mask
+from stepwell.index import NO_TIER, Index, Residency, Taken, Tier, tier_mask
 from stepwell.keeper import INTERVAL, LIVELY_INTERVAL, Keepers
 from stepwell.lease import Match
 from stepwell.mover import (
@@ -605,6 +605,31 @@ class PageStore:
         self._count_skipped(targets, stored)
         return result
 
+    def holds(self, keys: Keys, *, kind: int = KIND_KV) -> npt.NDArray[np.bool_]:
+        """Say of each key by itself whether its page could be loaded now, from here or from a neighbour.
+
+        For pages of which only some are needed (the last ones of a prefix): `probe` ends at the first that is missing.
+        Nothing is pinned, used or brought: what is said may be over with the call.
+
+        Args:
+            keys: as in probe.
+
+        Returns:
+            bool[n].
+        """
+        self._use()
+        checked = as_keys(keys)
+        _check_kind(kind)
+        _, tiers = self._index.probe(checked, kind, self._room.readable)
+        here: npt.NDArray[np.bool_] = tiers != NO_TIER
+        if self._staging is not None and self._staging.has_offers:
+            at = 0
+            while at < len(checked):
+                run = 0 if here[at] else self._staging.offered(checked[at:], kind)
+                here[at : at + run] = True
+                at += max(1, run)
+        return here
+
     def state(self, key: bytes, *, kind: int = KIND_KV) -> dict[Tier, Residency]:
         """Say what a key's page is in each tier, from local memory only."""
         self._use()
@@ -1001,7 +1026,9 @@ class PageStore:
             self.close()
 
     def __del__(self) -> None:
-        if self._keeper is not None:  # else the constructor raised, and has given everything back itself
+        # Without a keeper the constructor raised, and has given everything back itself. One that is closed may outlive
+        # the modules that it would need, at the interpreter's end.
+        if self._keeper is not None and not self._closed:
             with contextlib.suppress(PoisonedError):  # it was said in the log
                 self.close()
 
