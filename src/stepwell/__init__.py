@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         HostTier,
         SharedTier,
         StoreConfig,
+        parse_size,
     )
     from stepwell.doctor.diagnose import diagnose
     from stepwell.doctor.findings import Finding
@@ -86,12 +87,13 @@ __all__ = [
     "from_mapping",
     "inspection",
     "load_settings",
+    "parse_size",
     "removal",
     "verification",
 ]
 
 _HOMES = {
-    "config": ("DeviceTier", "DiskTier", "HostTier", "SharedTier", "StoreConfig"),
+    "config": ("DeviceTier", "DiskTier", "HostTier", "SharedTier", "StoreConfig", "parse_size"),
     "doctor.diagnose": ("diagnose",),
     "doctor.findings": ("Finding",),
     "effective": ("EffectiveValue", "effective_values"),

@@ -1,0 +1,552 @@
+"""Answer SGLang's storage calls: one PageStore a host pool, its pages under SGLang's own page hashes.
+
+    batch_exists   hashes -> probe: the longest run that can be delivered in time, held for a while, read ahead
+    batch_get_v1   hashes, host slots -> load_keys: verified copies into SGLang's host pool
+    batch_set_v1   hashes, host slots -> save_keys: copies out of it, kept in every tier that outlives the process
+
+SGLang 0.5.23 calls from its scheduler's main thread (construction, registration, clear, close) and from up to three
+threads of its controller at once (backup_thread_func, prefetch_thread_func, prefetch_io_aux_func; cache_controller.py).
+Whatever fails here is a miss or a page that is not kept: no call raises into these threads but for what cannot be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+import stepwell as sw
+from stepwell.adapters.sglang.identity import Identity, identity
+from stepwell.adapters.sglang.pools import HostPool, PoolPages, Whose, describe
+from stepwell.adapters.sglang.settings import SglangSettings, read_settings
+from stepwell.adapters.sglang.weights import weights_epoch
+
+T = TypeVar("T")
+
+_KV: Final = PoolName.KV.value
+_HASH_CHARACTERS: Final = 64
+_MOST_FLAT_PAGES: Final = 16
+"""Pages that are copied once more at a time, where SGLang hands pages out as tensors."""
+_LOG_SECONDS: Final = 60.0
+_LOG = logging.getLogger("stepwell")
+_DEFAULT_PREFETCH: Final = (1.0, 0.25)
+"""SGLang's prefetch timeout: seconds, and seconds per 1,024 tokens (hybrid_cache_controller.py:405-408)."""
+
+
+class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
+    """Keep SGLang's KV pages in shared memory and on disk.
+
+    Args:
+        storage_config: of SGLang; its `extra_config` holds the table `stepwell` (settings.py).
+        kwargs: SGLang gives an empty dict (backend_factory.py:155).
+
+    Raises (constructor, on_host_pools_registered): StepwellError; SGLang then starts without the backend or refuses to
+    attach it.
+
+    Threads: as SGLang calls; any.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        self._config = storage_config
+        self._settings: SglangSettings = read_settings(storage_config.extra_config)
+        self._identity: Identity = identity(storage_config)
+        self._prefetch = _prefetch_timeout()
+        self._pools: dict[str, HostPool] = {}
+        self._members: dict[str, _Member] = {}
+        self._is_open = False
+        self._is_closed = False
+        self._says = _Says()
+        self.registered_pools: dict[str, HostPool] = self._pools
+        self._weights = weights_epoch()
+        if self._settings.is_persistent and not (self._weights.is_watched or self._settings.adapter.weights_static):
+            raise sw.StepwellUsageError(
+                "updates of the weights are not watched in this process, so pages of old weights could be served after "
+                "one: let SGLang load the plug-in `stepwell` (is SGLANG_PLUGINS set without it?), or say "
+                '{"stepwell": {"weights_static": true}} where weights never change while the engine runs'
+            )
+        self._epoch = self._weights.at_start(
+            self._settings.adapter.weights_id, self._identity.model, self._identity.revision
+        )
+        self._unfollow: Callable[[], None] | None = None
+
+    # ---- registration (SGLang's main thread) -----------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+        """Take the host pool of the KV pages (cache_controller.py:617)."""
+        self.mem_pool_host = mem_pool_host
+        self._pools[_KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
+        """Take a further host pool; also after the backend is attached (hybrid_cache_controller.py:355-375)."""
+        name = str(host_pool_name)
+        self._pools[name] = host_pool
+        if self._is_open and name not in self._members:
+            self._members[name] = self._open(name, host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Open a store for each pool."""
+        if self._is_open:
+            return
+        try:
+            for name, pool in self._pools.items():
+                self._members[name] = self._open(name, pool)
+            self._unfollow = self._weights.follow(self._set_epoch)
+            self._is_open = True
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str, pool: HostPool) -> _Member:
+        pages = describe(pool, name, self._whose(name, pool), zero_copy=self._settings.zero_copy or name != _KV)
+        config = sw.from_mapping(self._store_settings(pages.geometry))
+        store = sw.PageStore(config)
+        try:
+            store.set_epoch(self._weights.current)
+            lent = None if pages.pointers is None else store.lend(pages.pointers)
+        except BaseException:
+            store.close()
+            raise
+        _LOG.info("host pool %s: %d pages of %d bytes, %s", name, pages.pages, pages.geometry.page_bytes, pages.form)
+        return _Member(name, pool, pages, store, lent, _Rows(pages, store), _Rows(pages, store))
+
+    def _whose(self, name: str, pool: HostPool) -> Whose:
+        """Say whose bytes a pool's are.
+
+        Of a model whose KV every rank holds (MLA) they are everybody's; those of its pools that are split nevertheless
+        (Mamba states, an MHA draft) are the rank's.
+        """
+        config, who = self._config, self._identity
+        shard = who.shard
+        if config.is_mla_model and (name == PoolName.MAMBA.value or "MHA" in type(pool).__qualname__):
+            shard = (config.tp_rank, config.tp_size)
+        return Whose(who.model, who.revision, shard, who.fields)
+
+    def _store_settings(self, geometry: sw.PageGeometry) -> dict[str, Any]:
+        """Return the settings of one pool's store: what the user gave, and shares of the directories by the ranks."""
+        given: dict[str, Any] = {"geometry": geometry, "epoch": self._epoch, **self._settings.tiers}
+        parts = self._ranks() * max(1, len(self._pools))
+        for name in ("shared", "disk"):
+            tier = given.get(name)
+            if isinstance(tier, dict) and "share" not in tier and "capacity" in tier:
+                capacity = sw.parse_size(tier["capacity"], name=f"stepwell.{name}.capacity")
+                given[name] = {**tier, "share": min(capacity // 8, capacity // (2 * parts))}
+        if given.get("shared") is None and given.get("host") is None and given.get("disk") is not None:
+            # What is read ahead must lie somewhere until SGLang has a place for it.
+            given["host"] = max(_LEAST_STAGING, 2 * _BATCH_PAGES * geometry.page_bytes)
+        return given
+
+    def _ranks(self) -> int:
+        config = self._config
+        return int(config.tp_size) * int(config.pp_size) * max(1, int(config.attn_cp_size))
+
+    # ---- the weights -----------------------------------------------------------------------------------------------
+
+    def _set_epoch(self, epoch: str) -> None:
+        """Follow the weights: pages of any other epoch are misses from now on."""
+        self._epoch = epoch
+        for member in list(self._members.values()):
+            member.store.set_epoch(epoch)
+
+    # ---- zero copy (v1) --------------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Say how many leading pages can be delivered (hybrid_cache_controller.py:1442)."""
+        return self._try("batch_exists", 0, lambda: self._probe(self._kv(), _as_keys(keys)))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Load pages into the host pool, each verified on the way (cache_controller.py:1116)."""
+        return self._try("batch_get_v1", [False] * len(keys), lambda: self._get(self._kv(), keys, host_indices))
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Keep pages of the host pool (cache_controller.py:1412): True where they are kept, or were before."""
+        no = [False] * len(keys)
+        return self._try("batch_set_v1", no, lambda: self._set(self._kv(), keys, host_indices, extra_info))
+
+    # ---- several pools (v2) ----------------------------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Say which prefix lengths can be restored from all pools (hicache_storage.py:321, HiCacheFile's at :891)."""
+        none = PoolTransferResult.empty()
+        return self._try("batch_exists_v2", none, lambda: self._restorable(_as_keys(keys), pool_transfers or []))
+
+    def _restorable(self, keys: npt.NDArray[np.uint8], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        kv_pages = self._probe(self._kv(), keys)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        usable = np.ones(kv_pages, dtype=np.bool_)  # by prefix length - 1
+        for transfer in transfers:
+            if not usable.any():
+                break
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # gates nothing, and no verdict is a legal one (hicache_storage.py:129-133)
+            member = self._member(transfer.name)
+            here = member.store.holds(keys[:kv_pages])
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys) if transfer.keys else 1)
+                ends = _whole_windows(here, window)
+            else:
+                ends = np.logical_and.accumulate(here)
+            if ends.any():
+                hits[transfer.name] = int(np.flatnonzero(ends)[-1]) + 1
+            usable &= ends
+        lengths = (np.flatnonzero(usable) + 1).tolist()
+        final = lengths[-1] if lengths else 0
+        for transfer in transfers if final else ():  # hold and read ahead what the longest one needs
+            if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
+                trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+                first = max(0, final - max(1, len(transfer.keys or ()))) if trailing else 0
+                self._probe(self._member(transfer.name), keys[first:final])
+        return PoolTransferResult(final, hits, lengths)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Load pages of several pools (hybrid_cache_controller.py:1651)."""
+        return {each.name: self._transfer("batch_get_v2", each, self._get) for each in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Keep pages of several pools (hybrid_cache_controller.py:1711)."""
+
+        def keep(member: _Member, keys: list[str], indices: torch.Tensor) -> list[bool]:
+            return self._set(member, keys, indices, extra_info)
+
+        return {each.name: self._transfer("batch_set_v2", each, keep) for each in transfers}
+
+    def _transfer(
+        self, call: str, transfer: PoolTransfer, do: Callable[[_Member, list[str], torch.Tensor], list[bool]]
+    ) -> list[bool]:
+        keys = transfer.keys or []
+        if not keys or transfer.host_indices is None:
+            return [False] * len(keys)
+        return self._try(
+            call, [False] * len(keys), lambda: do(self._member(transfer.name), keys, transfer.host_indices)
+        )
+
+    # ---- pages as tensors (the generic calls) ----------------------------------------------------------------------
+
+    def batch_get(
+        self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any | None = None
+    ) -> list[torch.Tensor | None]:
+        """Fill tensors with pages (cache_controller.py:1136); None where a page is missing."""
+        targets: list[torch.Tensor | None] = list(target_locations or [None] * len(keys))
+        misses: list[torch.Tensor | None] = [None] * len(keys)
+        return self._try("batch_get", misses, lambda: self._get_flat(self._kv(), keys, targets))
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Keep pages that are given as tensors (cache_controller.py:1408). True: all are kept."""
+        pages = list(values or [])
+        if len(pages) != len(keys):
+            return False
+        return self._try("batch_set", False, lambda: all(self._set_flat(self._kv(), keys, pages)))
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        """Fill a tensor with a page."""
+        targets = [target_location]
+        return self._try("get", None, lambda: self._get_flat(self._kv(), [key], targets)[0])
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Keep a page that is given as a tensor."""
+        return value is not None and self.batch_set([key], [value])
+
+    def exists(self, key: str) -> bool:
+        """Say whether a page can be delivered."""
+        return self.batch_exists([key]) == 1
+
+    # ---- care ------------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop every page in this engine's own volumes (POST /hicache/storage-backend/clear)."""
+        for member in self._members.values():
+            member.store.clear()
+
+    def close(self) -> None:
+        """Finish or cancel what runs, and let the directories go. Pages in them stay. Idempotent."""
+        if self._unfollow is not None:
+            self._unfollow()
+            self._unfollow = None
+        self._is_closed = True
+        members, self._members = list(self._members.values()), {}
+        failures: list[sw.StepwellError] = []
+        for member in members:
+            try:
+                member.store.close()
+            except sw.StepwellError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    # ---- what the calls are made of --------------------------------------------------------------------------------
+
+    def _kv(self) -> _Member:
+        return self._member(_KV)
+
+    def _member(self, name: str) -> _Member:
+        found = self._members.get(str(name))
+        if found is None:
+            raise sw.StepwellUsageError(f"host pool {name} is not registered, or the backend is closed")
+        return found
+
+    def _probe(self, member: _Member, keys: npt.NDArray[np.uint8]) -> int:
+        adapter = self._settings.adapter
+        return member.store.probe(keys, lease=adapter.lease, readahead=adapter.read_ahead).run
+
+    def _deadline(self, member: _Member, count: int) -> float:
+        """Return the seconds that a batch of pages may take: SGLang's own patience for as many tokens."""
+        base, per_ki_token = self._prefetch
+        return base + per_ki_token * count * member.pages.page_tokens / 1024
+
+    def _get(self, member: _Member, keys: list[str], indices: torch.Tensor) -> list[bool]:
+        slots = member.pages.slots(indices, len(keys))
+        if member.lent is None:
+            targets = [member.pool.get_dummy_flat_data_page() for _ in keys]
+            pages = self._get_flat(member, keys, targets)
+            for slot, page in zip(slots.tolist(), pages, strict=True):
+                if page is not None:
+                    member.pool.set_from_flat_data_page(slot * member.pages.page_tokens, page)
+            return [page is not None for page in pages]
+        ok = member.store.load_keys(
+            _as_keys(keys), into=member.lent[slots], deadline=self._deadline(member, len(keys))
+        )
+        return ok.tolist()  # type: ignore[no-any-return]
+
+    def _set(
+        self, member: _Member, keys: list[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
+        slots = member.pages.slots(indices, len(keys))
+        if member.lent is None:
+            at = (slots * member.pages.page_tokens).tolist()
+            return self._set_flat(member, keys, [member.pool.get_data_page(index, flat=True) for index in at])
+        outcomes = member.store.save_keys(
+            _as_keys(keys),
+            source=member.lent[slots],
+            deadline=self._settings.adapter.set_timeout,
+            **_chain(extra),
+        )
+        return (outcomes != sw.SaveOutcome.REFUSED).tolist()  # type: ignore[no-any-return]
+
+    def _get_flat(
+        self, member: _Member, keys: list[str], targets: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        if len(targets) != len(keys):
+            raise sw.StepwellUsageError(f"{len(keys)} keys, {len(targets)} tensors to fill")
+        found: list[torch.Tensor | None] = [None] * len(keys)
+        limit = time.monotonic() + self._deadline(member, len(keys))
+        raw = _as_keys(keys)
+        for first, last in _parts(len(keys)):
+            with member.read_rows as rows:
+                left = max(0.0, limit - time.monotonic())
+                ok = member.store.load_keys(raw[first:last], into=rows.lent[0 : last - first], deadline=left)
+                for row in np.flatnonzero(ok).tolist():
+                    found[first + row] = _fill(targets[first + row], rows.bytes[row])
+            if not ok.all():
+                break  # a leading run is all that SGLang uses (cache_controller.py:1140)
+        return found
+
+    def _set_flat(self, member: _Member, keys: list[str], pages: list[torch.Tensor]) -> list[bool]:
+        kept: list[bool] = [False] * len(keys)
+        raw = _as_keys(keys)
+        for first, last in _parts(len(keys)):
+            with member.write_rows as rows:
+                for row, page in enumerate(pages[first:last]):
+                    rows.bytes[row] = _bytes_of(page, member.pages.geometry.page_bytes)
+                outcomes = member.store.save_keys(
+                    raw[first:last],
+                    source=rows.lent[0 : last - first],
+                    deadline=self._settings.adapter.set_timeout,
+                )
+            kept[first:last] = (outcomes != sw.SaveOutcome.REFUSED).tolist()
+        return kept
+
+    def _try(self, call: str, otherwise: T, do: Callable[[], T]) -> T:
+        """Do a call; where it fails, say so at most once a minute and return a miss."""
+        try:
+            return do()
+        except sw.StepwellError as error:
+            if not self._is_closed:
+                self._says.warn("%s: %s", call, error)
+            return otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A host pool and its store. lent: the pool's memory, None where pages are only handed out."""
+
+    name: str
+    pool: HostPool
+    pages: PoolPages
+    store: sw.PageStore
+    lent: sw.LentPool | None
+    read_rows: _Rows
+    write_rows: _Rows
+
+
+class _Rows:
+    """Memory for pages on their way between a tensor and a store; a context manager: one user at a time.
+
+    Made when first used: where SGLang copies nothing it never is.
+    """
+
+    def __init__(self, pages: PoolPages, store: sw.PageStore) -> None:
+        self._pages = pages
+        self._store = store
+        self._lock = threading.Lock()
+        self._made: tuple[npt.NDArray[np.uint8], sw.LentPool] | None = None
+
+    def __enter__(self) -> _Rows:
+        self._lock.acquire()
+        try:
+            if self._made is None:
+                rows = np.empty((_MOST_FLAT_PAGES, self._pages.geometry.page_bytes), dtype=np.uint8)
+                self._made = (rows, self._store.lend(self._pages.flat(rows)))
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """uint8[16, page_bytes]."""
+        assert self._made is not None, "within the block"
+        return self._made[0]
+
+    @property
+    def lent(self) -> sw.LentPool:
+        """The same, lent to the store."""
+        assert self._made is not None, "within the block"
+        return self._made[1]
+
+
+class _Says:
+    """Log a warning at most once a minute, with how many were kept back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at = float("-inf")
+        self._kept_back = 0
+
+    def warn(self, message: str, *values: object) -> None:
+        with self._lock:
+            if time.monotonic() - self._at < _LOG_SECONDS:
+                self._kept_back += 1
+                return
+            self._at, kept_back, self._kept_back = time.monotonic(), self._kept_back, 0
+        _LOG.warning(message + (f" ({kept_back} more since the last line)" if kept_back else ""), *values)
+
+
+_BATCH_PAGES: Final = 128  # STORAGE_BATCH_SIZE, hicache_storage.py:21
+_LEAST_STAGING: Final = 256 << 20
+
+
+def _as_keys(keys: Sequence[str]) -> npt.NDArray[np.uint8]:
+    """Turn SGLang's page hashes (hex of SHA-256) into keys, uint8[n, 32]; other texts are hashed."""
+    if set(map(len, keys)) == {_HASH_CHARACTERS}:
+        try:
+            raw = bytes.fromhex("".join(keys))
+        except ValueError:
+            raw = b""
+        if len(raw) == 32 * len(keys):  # fromhex passes over spaces
+            return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 32)
+    digests = b"".join(hashlib.sha256(b"stepwell sglang key\0" + key.encode()).digest() for key in keys)
+    return np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)
+
+
+def _chain(extra: HiCacheStorageExtraInfo | None) -> dict[str, Any]:
+    """Return what save_keys is told of the page before the first: SGLang passes hashes only where it was asked to.
+
+    None: unknown; empty: there is none (hybrid_cache_controller.py:1432, cache_controller.py:1431-1437).
+    """
+    prefix = None if extra is None else extra.prefix_keys
+    if prefix is None:
+        return {}
+    return {"parent": _as_keys(prefix[-1:]).tobytes()} if prefix else {"first_of_chain": True}
+
+
+def _whole_windows(here: npt.NDArray[np.bool_], window: int) -> npt.NDArray[np.bool_]:
+    """Say for each page whether it and those before it, `window` in all or as many as there are, are here."""
+    missing = np.concatenate([[0], np.cumsum(~here)])
+    ends = np.arange(1, here.size + 1)
+    return missing[ends] == missing[np.maximum(0, ends - window)]  # type: ignore[no-any-return]
+
+
+def _parts(count: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, count, _MOST_FLAT_PAGES):
+        yield first, min(count, first + _MOST_FLAT_PAGES)
+
+
+def _bytes_of(page: torch.Tensor, page_bytes: int) -> npt.NDArray[np.uint8]:
+    flat = page.detach().contiguous().view(torch.uint8).reshape(-1).numpy()
+    if flat.size != page_bytes:
+        raise sw.StepwellUsageError(f"a page of {flat.size} bytes was given, the host pool's have {page_bytes}")
+    return flat  # type: ignore[no-any-return]
+
+
+def _fill(target: torch.Tensor | None, row: npt.NDArray[np.uint8]) -> torch.Tensor:
+    if target is None:
+        return torch.from_numpy(row.copy())
+    if target.numel() * target.element_size() != row.size:
+        raise sw.StepwellUsageError(
+            f"a tensor of {target.numel() * target.element_size()} bytes was given for a page of {row.size}"
+        )
+    target.copy_(torch.from_numpy(row).view(target.dtype).reshape(target.shape))
+    return target
+
+
+def _prefetch_timeout() -> tuple[float, float]:
+    """Return SGLang's prefetch timeout as it was given at start: seconds, and seconds per 1,024 tokens.
+
+    It is taken out of what the backend sees (hybrid_cache_controller.py:404-413). One that was given at run time, over
+    HTTP, is not seen: SGLang's default then.
+    """
+    try:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+        from sglang.srt.runtime_context import get_server_args
+
+        given = get_server_args().hicache_storage_backend_extra_config
+        _, _, base, per_ki_token, _ = HybridCacheController.parse_storage_backend_extra_config(given)
+    except (ImportError, AttributeError, ValueError, TypeError, OSError):
+        return _DEFAULT_PREFETCH
+    return float(base), float(per_ki_token)
