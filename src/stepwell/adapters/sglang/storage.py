@@ -36,7 +36,7 @@ import stepwell as sw
 from stepwell.adapters.sglang.identity import Identity, identity
 from stepwell.adapters.sglang.pools import HostPool, PoolPages, Whose, describe
 from stepwell.adapters.sglang.settings import SglangSettings, read_settings
-from stepwell.adapters.sglang.weights import weights_epoch
+from stepwell.adapters.sglang.weights import Following, weights_epoch
 
 T = TypeVar("T")
 
@@ -81,10 +81,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
                 "one: let SGLang load the plug-in `stepwell` (is SGLANG_PLUGINS set without it?), or say "
                 '{"stepwell": {"weights_static": true}} where weights never change while the engine runs'
             )
-        self._epoch = self._weights.at_start(
-            self._settings.adapter.weights_id, self._identity.model, self._identity.revision
-        )
-        self._unfollow: Callable[[], None] | None = None
+        self._following: Following | None = None
 
     # ---- registration (SGLang's main thread) -----------------------------------------------------------------------
 
@@ -105,9 +102,11 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         if self._is_open:
             return
         try:
+            # Followed before it is asked for: a change in between is told twice rather than not at all.
+            self._following = self._weights.follow(self._set_epoch)
+            self._ask_epoch()
             for name, pool in self._pools.items():
                 self._members[name] = self._open(name, pool)
-            self._unfollow = self._weights.follow(self._set_epoch)
             self._is_open = True
         except BaseException:
             self.close()
@@ -133,14 +132,14 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         (Mamba states, an MHA draft) are the rank's.
         """
         config, who = self._config, self._identity
-        shard = who.shard
+        fields = who.draft_fields if name.startswith(PoolName.DRAFT.value) else who.fields
         if config.is_mla_model and (name == PoolName.MAMBA.value or "MHA" in type(pool).__qualname__):
-            shard = (config.tp_rank, config.tp_size)
-        return Whose(who.model, who.revision, shard, who.fields)
+            fields = (*fields, ("tp_rank", config.tp_rank), ("tp_size", config.tp_size))
+        return Whose(who.model, who.revision, who.shard, fields)
 
     def _store_settings(self, geometry: sw.PageGeometry) -> dict[str, Any]:
         """Return the settings of one pool's store: what the user gave, and shares of the directories by the ranks."""
-        given: dict[str, Any] = {"geometry": geometry, "epoch": self._epoch, **self._settings.tiers}
+        given: dict[str, Any] = {"geometry": geometry, "epoch": self._weights.current, **self._settings.tiers}
         parts = self._ranks() * max(1, len(self._pools))
         for name in ("shared", "disk"):
             tier = given.get(name)
@@ -158,9 +157,17 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     # ---- the weights -----------------------------------------------------------------------------------------------
 
+    def _ask_epoch(self) -> None:
+        """Have the epoch at the start be named: by the user, else by the files of the checkpoint."""
+        try:
+            self._weights.at_start(self._settings.adapter.weights_id, self._identity.weights)
+        except sw.StepwellUsageError:
+            if self._settings.is_persistent:
+                raise
+            # Without a name it is random, and what is kept is lost with the process anyway.
+
     def _set_epoch(self, epoch: str) -> None:
         """Follow the weights: pages of any other epoch are misses from now on."""
-        self._epoch = epoch
         for member in list(self._members.values()):
             member.store.set_epoch(epoch)
 
@@ -302,9 +309,9 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish or cancel what runs, and let the directories go. Pages in them stay. Idempotent."""
-        if self._unfollow is not None:
-            self._unfollow()
-            self._unfollow = None
+        if self._following is not None:
+            self._following()
+            self._following = None
         self._is_closed = True
         members, self._members = list(self._members.values()), {}
         failures: list[sw.StepwellError] = []
@@ -322,9 +329,17 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         return self._member(_KV)
 
     def _member(self, name: str) -> _Member:
+        """Return a pool's store.
+
+        Raises:
+            StepwellUsageError: there is none. StepwellError: it did not follow a change of the weights: whatever it
+            holds may be of others.
+        """
         found = self._members.get(str(name))
         if found is None:
             raise sw.StepwellUsageError(f"host pool {name} is not registered, or the backend is closed")
+        if self._following is None or not self._following.is_current:
+            raise sw.StepwellError("the weights are changing, or have changed and this backend did not follow")
         return found
 
     def _probe(self, member: _Member, keys: npt.NDArray[np.uint8]) -> int:
@@ -402,7 +417,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         """Do a call; where it fails, say so at most once a minute and return a miss."""
         try:
             return do()
-        except sw.StepwellError as error:
+        except (sw.StepwellError, sw.StepwellUsageError) as error:
             if not self._is_closed:
                 self._says.warn("%s: %s", call, error)
             return otherwise

@@ -1,0 +1,381 @@
+"""The SGLang backend, on stand-ins of torch and SGLang: what its calls answer, and which bytes it moves.
+
+Lines are those of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sglang_standin as standin
+from sglang_standin import (
+    LAYOUTS,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    PageOnlyPool,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    StatePool,
+    Tensor,
+)
+from stepwell import StepwellUsageError, Tier
+from store_kit import Directories
+
+BACKEND = {"backend_name": "stepwell", "module_path": "stepwell.adapters.sglang", "class_name": "StepwellStorage"}
+Open = Callable[..., Any]
+
+
+def hashes(count: int, chain: str = "a") -> list[str]:
+    return [hashlib.sha256(f"{chain}{page}".encode()).hexdigest() for page in range(count)]
+
+
+def pages_of(pool: Any, *pages: int) -> Tensor:
+    size = pool.page_size
+    return Tensor(np.concatenate([np.arange(page * size, (page + 1) * size) for page in pages]))
+
+
+def fill(pool: Any, seed: int = 1) -> None:
+    pool.kv_buffer.array.view(np.uint8)[...] = np.random.default_rng(seed).integers(
+        0, 256, pool.kv_buffer.array.view(np.uint8).shape, np.uint8
+    )
+
+
+@pytest.fixture
+def adapter() -> Iterator[Any]:
+    with standin.installed() as module:
+        yield module
+
+
+@pytest.fixture
+def open_storage(
+    adapter: Any, directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Open]:
+    """Open backends on the same directories; a restart is one more. Weights are files, and never change."""
+    from stepwell.adapters.sglang.checkpoint import WeightsSource
+    from stepwell.adapters.sglang.identity import EngineConfig
+
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    engine = EngineConfig(weights=WeightsSource(path=str(checkpoint)), model_config={"layers": 3})
+    engines = {"of": engine}
+    monkeypatch.setattr(EngineConfig, "of_process", classmethod(lambda cls: engines["of"]))
+    opened = []
+
+    def open_one(*pools: Any, config: dict[str, Any] | None = None, tiers: str = "shared disk", **settings: Any) -> Any:
+        given: dict[str, Any] = {"weights_static": True, "weights_id": "w", **settings}
+        if "shared" in tiers:
+            given.setdefault("shared", {"path": str(directories.shared), "capacity": "4MiB", "volume_bytes": "256KiB"})
+        if "disk" in tiers:
+            given.setdefault("disk", {"path": str(directories.disk), "capacity": "4MiB", "volume_bytes": "256KiB"})
+        extra = {**BACKEND, "interface_v1": 1, "stepwell": given}
+        storage = adapter.StepwellStorage(HiCacheStorageConfig(extra_config=extra, **(config or {})), {})
+        opened.append(storage)
+        storage.register_mem_pool_host(pools[0])
+        storage.register_mem_host_pool_v2(pools[0], PoolName.KV)
+        for name, pool in zip((PoolName.MAMBA, PoolName.SWA), pools[1:], strict=False):
+            storage.register_mem_host_pool_v2(pool, name)
+        storage.on_host_pools_registered()
+        return storage
+
+    yield open_one
+    for storage in opened:
+        storage.close()
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "'stepwell' is None"),
+        ({"stepwell": {}}, "'stepwell' is {}"),
+        ({"stepwel": {"host": "1MiB"}}, "'stepwel' is no key of it; did you mean stepwell"),
+        ({"stepwell": {"shard": {}}}, "stepwell.shard names no setting; did you mean shared"),
+        ({"stepwell": {"host": "1MiB", "leese": 1}}, "stepwell.leese names no setting; did you mean lease"),
+        ({"stepwell": {"geometry": {}}}, "stepwell.geometry: SGLang says that itself"),
+        ({"stepwell": {"lease": 1.0}}, "names no tier"),
+        ({"stepwell": {"host": "1MiB", "lease": 0}}, "stepwell.lease is 0"),
+        ({"stepwell": {"host": "1MiB", "load_bound": -1}}, "stepwell.load_bound is -1"),
+        ({"stepwell": {"host": "1MiB", "load_bound": "sometimes"}}, "Invalid enum value 'sometimes'"),
+        ({"stepwell": {"host": "1MiB", "weights_static": "yes"}}, "Expected `bool`"),
+    ],
+)
+def test_what_the_extra_config_must_not_hold_is_refused_with_its_name(
+    adapter: Any, extra: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(StepwellUsageError) as raised:
+        adapter.read_settings({**BACKEND, **extra})
+    assert said in str(raised.value)
+
+
+def test_what_sglang_reads_of_a_file_is_what_it_reads_inline(adapter: Any) -> None:
+    """SGLang reads @file.json, .toml and .yaml itself (hybrid_cache_controller.py:382-402): the backend sees a dict."""
+    table = {"stepwell": {"shared": {"capacity": "8GiB"}, "disk": {"path": "/x", "capacity": "20GiB"}}}
+    assert adapter.read_settings(table) == adapter.read_settings(json.loads(json.dumps(table)))
+
+
+def test_a_wrong_setting_of_a_tier_is_named(open_storage: Open) -> None:
+    with pytest.raises(StepwellUsageError, match="shared.capacity"):
+        open_storage(MHATokenToKVPoolHost("page_first"), shared={"capacity": "many"})
+
+
+def test_a_persistent_tier_wants_the_weights_watched_or_a_word_that_they_are_static(open_storage: Open) -> None:
+    with pytest.raises(StepwellUsageError, match="weights_static"):
+        open_storage(MHATokenToKVPoolHost("page_first"), weights_static=False)
+    open_storage(MHATokenToKVPoolHost("page_first"), tiers="none", host="1MiB", weights_static=False)
+
+
+# ---- pages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_come_back_bit_exact_to_other_slots(open_storage: Open, layout: str, page_size: int) -> None:
+    pool = MHATokenToKVPoolHost(layout, page_size=page_size)
+    fill(pool)
+    storage = open_storage(pool)
+    keys = hashes(5)
+    want = [pool.element(page).copy() for page in (0, 2, 4, 6, 8)]
+    assert storage.batch_set_v1(keys, pages_of(pool, 0, 2, 4, 6, 8)) == [True] * 5
+    assert storage.batch_exists([*keys, "0" * 64]) == 5
+    untouched = pool.kv_buffer.array.copy()
+    assert storage.batch_get_v1(keys, pages_of(pool, 9, 7, 5, 3, 1)) == [True] * 5
+    for page, element in zip((9, 7, 5, 3, 1), want, strict=True):
+        assert np.array_equal(pool.element(page).view(np.uint16), element.view(np.uint16))
+        pool.element(page)[...] = 0
+    for page in (9, 7, 5, 3, 1):
+        untouched_pool = MHATokenToKVPoolHost(layout, page_size=page_size)
+        untouched_pool.kv_buffer.array[...] = untouched
+        untouched_pool.element(page)[...] = 0
+        untouched = untouched_pool.kv_buffer.array
+    assert np.array_equal(pool.kv_buffer.array.view(np.uint16), untouched.view(np.uint16)), "other slots were written"
+
+
+@pytest.mark.parametrize("other", LAYOUTS[1:])
+def test_engines_of_different_layouts_share_pages(open_storage: Open, other: str) -> None:
+    writer, reader = MHATokenToKVPoolHost(LAYOUTS[0]), MHATokenToKVPoolHost(other)
+    fill(writer)
+    keys = hashes(3)
+    saved = open_storage(writer)
+    assert all(saved.batch_set_v1(keys, pages_of(writer, 0, 1, 2)))
+    saved.close()
+    storage = open_storage(reader)
+    assert storage.batch_exists(keys) == 3
+    assert all(storage.batch_get_v1(keys, pages_of(reader, 3, 4, 5)))
+    for page in range(3):
+        assert np.array_equal(reader.element(3 + page).view(np.uint16), writer.element(page).view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("layer_first", "page_first"), ("page_first", "page_first_direct"), ("page_first_direct", "page_first_direct")],
+)
+def test_latents_come_back_in_every_layout(open_storage: Open, writer: str, reader: str) -> None:
+    source, target = MLATokenToKVPoolHost(writer), MLATokenToKVPoolHost(reader)
+    fill(source)
+    keys, mla = hashes(3), {"is_mla_model": True, "tp_rank": 0, "tp_size": 2}
+    saved = open_storage(source, config=mla)
+    assert all(saved.batch_set_v1(keys, pages_of(source, 0, 1, 2)))
+    saved.close()
+    storage = open_storage(target, config={**mla, "tp_rank": 1})  # a copy on every rank: one page for all
+    assert storage.batch_exists(keys) == 3
+    assert all(storage.batch_get_v1(keys, pages_of(target, 5, 4, 3)))
+    for page in range(3):
+        assert np.array_equal(target.element(5 - page).view(np.uint16), source.element(page).view(np.uint16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_that_were_given_as_tensors_are_those_that_are_copied_straight(open_storage: Open, layout: str) -> None:
+    pool = MHATokenToKVPoolHost(layout, pages=48)
+    fill(pool)
+    storage = open_storage(pool)
+    keys, others = hashes(20), hashes(20, "b")
+    flat = [pool.get_data_page(page * pool.page_size) for page in range(20)]
+    assert storage.batch_set(keys, flat)
+    assert all(storage.batch_get_v1(keys, pages_of(pool, *range(20, 40))))
+    for page in range(20):
+        assert np.array_equal(pool.element(20 + page).view(np.uint16), pool.element(page).view(np.uint16))
+    assert all(storage.batch_set_v1(others, pages_of(pool, *range(20))))
+    got = storage.batch_get(others, [pool.get_dummy_flat_data_page() for _ in others])
+    assert all(np.array_equal(a.array.view(np.uint16), b.array.view(np.uint16)) for a, b in zip(got, flat, strict=True))
+    assert storage.batch_get(hashes(1, "c"), [pool.get_dummy_flat_data_page()]) == [None]
+    assert not storage.set(hashes(1, "d")[0], Tensor(np.zeros(3, np.float16))), "a page of another size"
+    assert not storage.exists(hashes(1, "d")[0])
+
+
+def test_a_pool_that_lies_otherwise_than_its_layout_says_keeps_its_own_order(open_storage: Open) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    fill(pool)
+    pool.layout, lies = "page_first_direct", pool  # addresses are the same, elements inside a page are not checked
+    shifted = MHATokenToKVPoolHost("page_first")
+    meta = shifted.get_page_buffer_meta
+    shifted.get_page_buffer_meta = lambda indices: ([at + 64 for at in meta(indices)[0]], meta(indices)[1])  # type: ignore[method-assign]
+    assert open_storage(lies)._members["kv"].pages.form == "canonical"
+    assert open_storage(shifted)._members["kv"].pages.form == "pieces"
+
+
+def test_states_are_kept_by_their_pieces(open_storage: Open) -> None:
+    pool, states = MHATokenToKVPoolHost("page_first"), StatePool()
+    fill(pool)
+    rng = np.random.default_rng(2)
+    states.temporal_buffer.array[...] = rng.random(states.temporal_buffer.array.shape, np.float32)
+    states.conv_buffer.array[...] = rng.random(states.conv_buffer.array.shape)
+    storage = open_storage(pool, states)
+    keys = hashes(4)
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2, 3)))
+    wrote = storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, Tensor(np.array([3, 5])), [keys[1], keys[3]])])
+    assert wrote == {PoolName.MAMBA: [True, True]}
+    read = storage.batch_get_v2([PoolTransfer(PoolName.MAMBA, Tensor(np.array([8, 9])), [keys[3], keys[2]])])
+    assert read == {PoolName.MAMBA: [True, False]}
+    assert np.array_equal(states.temporal_buffer.array[8], states.temporal_buffer.array[5])
+    assert np.array_equal(states.conv_buffer.array[8], states.conv_buffer.array[5])
+
+
+def test_a_pool_that_only_hands_out_pages_is_kept_through_them(open_storage: Open) -> None:
+    pool, side = MHATokenToKVPoolHost("page_first"), PageOnlyPool()
+    side.pages[...] = np.random.default_rng(3).integers(0, 256, side.pages.shape)
+    storage = open_storage(pool, side)
+    keys = hashes(3)
+    assert storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, pages_of(side, 0, 1, 2), keys)]) == {"mamba": [True] * 3}
+    assert storage.batch_get_v2([PoolTransfer(PoolName.MAMBA, pages_of(side, 5, 4, 3), keys)]) == {"mamba": [True] * 3}
+    assert np.array_equal(side.pages[[5, 4, 3]], side.pages[:3])
+
+
+def test_host_indices_that_are_no_whole_pages_move_nothing(open_storage: Open) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    fill(pool)
+    storage = open_storage(pool)
+    keys = hashes(2)
+    good = pages_of(pool, 0, 1)
+    assert storage.batch_set_v1(keys, good) == [True, True]
+    before = pool.kv_buffer.array.copy()
+    for wrong in (good.array[1:], good.array + 1, good.array[::-1].copy(), good.array + pool.size):
+        assert storage.batch_get_v1(keys, Tensor(wrong)) == [False, False]
+        assert storage.batch_set_v1(hashes(2, "w"), Tensor(wrong)) == [False, False]
+    assert np.array_equal(pool.kv_buffer.array.view(np.uint16), before.view(np.uint16))
+
+
+# ---- what the calls answer ----------------------------------------------------------------------------------------
+
+
+def test_what_is_there_already_counts_as_kept(open_storage: Open) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool)
+    keys = hashes(3)
+    assert storage.batch_set_v1(keys[:2], pages_of(pool, 0, 1)) == [True, True]
+    assert storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)) == [True] * 3
+
+
+def test_the_run_ends_at_the_first_page_that_is_missing(open_storage: Open) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool)
+    keys = hashes(4)
+    assert all(storage.batch_set_v1([keys[0], keys[1], keys[3]], pages_of(pool, 0, 1, 3)))
+    assert storage.batch_exists(keys) == 2
+    assert storage.batch_exists([]) == 0
+    assert storage.batch_get_v1(keys, pages_of(pool, 4, 5, 6, 7)) == [True, True, False, True]
+
+
+def test_prefix_hashes_name_the_parent_and_an_empty_list_the_first_page(open_storage: Open) -> None:
+    """What precedes the keys, where SGLang was asked for it: hybrid_cache_controller.py:1432, cache_controller.py:1431."""
+    pool = MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool)
+    keys = hashes(6)
+    for first, extra in ((0, HiCacheStorageExtraInfo([])), (3, HiCacheStorageExtraInfo(keys[:3]))):
+        assert all(storage.batch_set_v1(keys[first : first + 3], pages_of(pool, 0, 1, 2), extra))
+    store = storage._members["kv"].store
+    assert store.evict(Tier.SHARED, 2) == 2
+    assert [store.state(bytes.fromhex(key))[Tier.SHARED].name for key in keys] == ["RESIDENT"] * 4 + ["ABSENT"] * 2
+
+
+def test_only_prefixes_that_every_pool_can_restore_are_offered(open_storage: Open) -> None:
+    """As HiCacheFile answers, hicache_storage.py:891-950."""
+    pool, states, window = MHATokenToKVPoolHost("page_first"), StatePool(), StatePool()
+    storage = open_storage(pool, states, window)
+    keys = hashes(6)
+    assert all(storage.batch_set_v1(keys[:5], pages_of(pool, 0, 1, 2, 3, 4)))
+    storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, Tensor(np.array([0, 1])), [keys[1], keys[3]])])
+    storage.batch_set_v2([PoolTransfer(PoolName.SWA, Tensor(np.arange(4)), [keys[0], keys[1], keys[2], keys[4]])])
+    trailing = PoolHitPolicy.TRAILING_PAGES
+    state = PoolTransfer(PoolName.MAMBA, None, keys[-1:], trailing)
+    result = storage.batch_exists_v2(keys, [state])
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (4, [2, 4])
+    assert result.extra_pool_hit_pages == {PoolName.KV: 5, PoolName.MAMBA: 4}
+    sliding = PoolTransfer(PoolName.SWA, None, keys[-2:], trailing)
+    result = storage.batch_exists_v2(keys, [state, sliding])
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (2, [2])
+    assert result.extra_pool_hit_pages == {PoolName.KV: 5, PoolName.MAMBA: 4, PoolName.SWA: 3}
+    every = PoolTransfer(PoolName.SWA, None, None, PoolHitPolicy.ALL_PAGES)
+    result = storage.batch_exists_v2(keys, [every])
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (3, [1, 2, 3])
+    groups = PoolTransfer(PoolName.SWA, None, None, PoolHitPolicy.BLOCK_GROUPS)
+    assert storage.batch_exists_v2(keys, [groups]).kv_hit_pages == 5
+    assert storage.batch_exists_v2(hashes(3, "none"), [every]).kv_hit_pages == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"page_size": 8, "pages": 8},
+        {"layers": 2},
+        {"heads": 1},
+        {"dim": 16},
+        {"dtype": "float32"},
+    ],
+)
+def test_a_page_of_another_kind_is_no_hit(open_storage: Open, other: dict[str, Any]) -> None:
+    first = MHATokenToKVPoolHost("page_first")
+    fill(first)
+    keys = hashes(2)
+    saved = open_storage(first)
+    assert all(saved.batch_set_v1(keys, pages_of(first, 0, 1)))
+    saved.close()
+    pool = MHATokenToKVPoolHost("page_first", **other)
+    storage = open_storage(pool)
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_get_v1(keys, pages_of(pool, 0, 1)) == [False, False]
+
+
+def test_a_rank_has_pages_of_its_own(open_storage: Open) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    keys = hashes(2)
+    saved = open_storage(pool, config={"tp_rank": 0, "tp_size": 2})
+    assert all(saved.batch_set_v1(keys, pages_of(pool, 0, 1)))
+    assert open_storage(pool, config={"tp_rank": 1, "tp_size": 2}).batch_exists(keys) == 0
+
+
+def test_clear_drops_what_is_kept_and_close_keeps_it(open_storage: Open) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    keys = hashes(2)
+    storage = open_storage(pool)
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1)))
+    storage.close()
+    storage.close()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, pages_of(pool, 0, 1)) == [False, False]
+    again = open_storage(pool)
+    assert all(again.batch_get_v1(keys, pages_of(pool, 0, 1)))
+    again.clear()
+    assert again.batch_exists(keys) == 0
+
+
+def test_a_sidecar_that_is_registered_later_is_served(open_storage: Open) -> None:
+    """hybrid_cache_controller.py:365-375: register_host_pool_entry after the attach."""
+    pool, states = MHATokenToKVPoolHost("page_first"), StatePool()
+    storage = open_storage(pool)
+    one = [PoolTransfer(PoolName.MAMBA, Tensor(np.array([0])), hashes(1))]
+    assert storage.batch_set_v2(one) == {PoolName.MAMBA: [False]}
+    storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    assert storage.batch_set_v2(one) == {PoolName.MAMBA: [True]}
