@@ -1,7 +1,7 @@
 """A small stand-in for what the SGLang adapter touches of torch and of SGLang 0.5.23, where they are not installed.
 
-It has the shapes and addresses of SGLang's host pools (mem_cache/pool_host/mha.py:326-358, 690-770, 817-877; mla.py:307-329,
-1159-1212, 1213-1283), on numpy. tests/adapters/sglang runs the adapter under the real ones.
+It has the shapes and addresses of SGLang's host pools (mem_cache/pool_host/mha.py:326-358, 690-770, 817-877;
+mla.py:307-329, 1159-1283), on numpy. tests/adapters/sglang runs the adapter under the real ones.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class PageOnlyPool:
         self.pages[index // self.page_size] = data_page.array
 
 
-class PoolName(str, enum.Enum):
+class PoolName(str, enum.Enum):  # noqa: UP042 - as SGLang has it (hicache_storage.py:79)
     KV = "kv"
     MAMBA = "mamba"
     SWA = "swa"
@@ -236,7 +236,7 @@ class PoolName(str, enum.Enum):
         return self.value
 
 
-class PoolHitPolicy(str, enum.Enum):
+class PoolHitPolicy(str, enum.Enum):  # noqa: UP042 - as SGLang has it (hicache_storage.py:123)
     ALL_PAGES = "all_pages"
     TRAILING_PAGES = "trailing_pages"
     BLOCK_GROUPS = "block_groups"

@@ -289,7 +289,7 @@ def test_the_run_ends_at_the_first_page_that_is_missing(open_storage: Open) -> N
 
 
 def test_prefix_hashes_name_the_parent_and_an_empty_list_the_first_page(open_storage: Open) -> None:
-    """What precedes the keys, where SGLang was asked for it: hybrid_cache_controller.py:1432, cache_controller.py:1431."""
+    """What precedes the keys, where SGLang passes it: hybrid_cache_controller.py:1432, cache_controller.py:1431."""
     pool = MHATokenToKVPoolHost("page_first")
     storage = open_storage(pool)
     keys = hashes(6)
