@@ -32,6 +32,14 @@ constexpr double kLongestWait_s = 1e8;
 constexpr size_t kMostSettling = 256;
 constexpr std::chrono::milliseconds kLongestUnsettled{5};
 
+using Instant = std::chrono::steady_clock::time_point;
+
+Instant now() { return std::chrono::steady_clock::now(); }
+
+uint64_t ns_between(Instant began, Instant ended) {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(ended - began).count());
+}
+
 Tier tier_of(int column) { return static_cast<Tier>(column); }
 
 bool fills_a_tier(const PageCopy& copy) {
@@ -83,12 +91,31 @@ struct Unit {
   std::shared_ptr<Transfer> transfer;
   UnitPlan plan;
   int stage = 0;
+  int lane = kPoolColumn;  // MoverFlow::queued
+  Instant queued_at{};
+};
+
+// The pages of the unit that a worker is in: those it tried, and by lane those it tried there, and had.
+struct UnitTally {
+  struct Pages {
+    uint32_t tried = 0, had = 0;
+  };
+  uint32_t tried = 0;
+  std::array<Pages, kLanes> read{}, written{};
 };
 
 struct Worker {
   Scratch scratch;
   std::vector<uint32_t> checksums;  // of the page that is being gathered
   ForeignDetail foreign;            // of the page that is being read from a neighbour
+  UnitTally tally;                  // its own thread's alone
+  // The unit that it is in, GUARDED_BY(queue_mutex); units 0: none.
+  struct {
+    uint32_t pages = 0;
+    int lane = kPoolColumn;
+    WorkClass work_class = WorkClass::kLoad;
+    Instant began{};
+  } unit;
   // Serial number of the call it is in, times 8, plus its column plus 1; that is 0 while it is idle.
   std::atomic<uint64_t> call{0};
 
@@ -180,7 +207,11 @@ struct Mover::Impl {
   void settle_stage(Transfer& transfer, uint32_t page, int stage, Status reason) noexcept;
   void settle_source(Transfer& transfer, uint32_t page) noexcept;
   void resolve(Transfer& transfer, uint32_t page) noexcept;
-  void end_unit(const Unit& unit) noexcept;
+  void end_unit(const Unit& unit, Worker* worker) noexcept;
+  int lane_of(const Transfer& transfer, const UnitPlan& plan, int stage) const noexcept;
+  void queue_unit(Unit unit, Instant at);
+  void begin_tally(const Unit& unit, int queue, Worker& worker) noexcept;
+  void add_tally(const Unit& unit, Worker& worker, Instant ended) noexcept;
   void end_stage(const std::shared_ptr<Transfer>& transfer, int ended) noexcept;
   void settle_later(const Settling& stage) noexcept;
   bool may_settle() const;
@@ -235,9 +266,10 @@ struct Mover::Impl {
   std::array<WeightedQueue<Unit>, kQueues> queues;
   std::unordered_map<const Transfer*, std::shared_ptr<Transfer>> live;  // submitted, not ended
   bool closed = false;
+  MoverFlow flow;                  // without `running`
   std::vector<Settling> settling;  // waits to be settled
   bool is_settling = false;        // a worker does it
-  std::chrono::steady_clock::time_point settling_since;
+  Instant settling_since;
 
   std::vector<std::unique_ptr<Worker>> workers;  // one a thread; of step() with 0 threads
   std::vector<std::jthread> threads;             // last: joined before anything above goes
@@ -375,6 +407,7 @@ bool Mover::Impl::run_one(int queue, Worker& worker) {
       is_settling = true;
     } else {
       unit = queues[static_cast<size_t>(queue)].pop();
+      if (unit) begin_tally(*unit, queue, worker);
     }
   }
   if (!round.empty()) {
@@ -423,7 +456,7 @@ void Mover::Impl::settle_unit(const Unit& unit, Status reason, Worker* worker) n
     settle_stage(*unit.transfer, page, unit.stage, reason);
   }
   if (worker != nullptr) worker->enter(-1);  // before anyone can see the transfer done
-  end_unit(unit);
+  end_unit(unit, worker);
 }
 
 // Has a page of a unit read from its second source, by a unit of its own. False: there is no room for that, and the page
@@ -446,9 +479,10 @@ bool Mover::Impl::queue_retry(const Unit& unit, uint32_t position) noexcept {
       ++transfer.progress_->units_left;  // this unit still counts: the stage cannot end in between
     }
     try {
+      const Instant at = now();
+      again.lane = lane_of(transfer, again.plan, again.stage);
       std::lock_guard lock(queue_mutex);
-      queues[queue].push(transfer.spec_.work_class, again);
-      work_waits[queue].notify_one();
+      queue_unit(again, at);
       return true;
     } catch (...) {
       static_cast<void>(note_current_exception());
@@ -481,6 +515,7 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
   PageProgress& progress = transfer.progress_->pages[page];
   const ColumnMask open_sinks = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~progress.settled);
   if ((open_sinks == 0 && !progress.is_check()) || progress.is_lost || stopped(transfer)) return;
+  ++worker.tally.tried;
   if (transfer.spec_.pages[page].foreign.is_known()) {
     fill_from_neighbour(transfer, page, worker);
     return;
@@ -527,6 +562,8 @@ bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Work
     column = std::bit_width(memory) - 1;
   }
   source->column = column;
+  UnitTally::Pages& tally = worker.tally.read[static_cast<size_t>(column)];
+  ++tally.tried;
   if (column == kPoolColumn) return true;
   Medium& medium = *media[static_cast<size_t>(column)];
   const uint32_t slot = progress.second_source != 0 ? progress.second_slot : copy.slots[static_cast<size_t>(column)];
@@ -537,6 +574,7 @@ bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Work
     return false;
   }
   bytes_read[static_cast<size_t>(column)].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+  ++tally.had;
   return true;
 }
 
@@ -545,6 +583,8 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
   Medium& medium = *media[static_cast<size_t>(column)];
   const uint32_t slot = copy.slots[static_cast<size_t>(column)];
   PageTarget target;
+  UnitTally::Pages& tally = worker.tally.written[static_cast<size_t>(column)];
+  ++tally.tried;
   worker.enter(column);
   Status status = medium.begin_write(slot, worker.scratch, &target);
   if (status != Status::kOk) {
@@ -587,6 +627,7 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
   }
   if (gathers) {
     bytes_read[kPoolColumn].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
+    ++worker.tally.read[kPoolColumn].had;
     std::lock_guard lock(transfer.mutex_);
     transfer.progress_->pool_over[page] = true;
   }
@@ -599,6 +640,7 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
     fail(transfer, page, column, status);
     return true;
   }
+  ++tally.had;
   reach("mover.after_copy");
   if (medium.settles()) {
     transfer.progress_->pages[page].unsettled |= column_mask(column);
@@ -624,11 +666,16 @@ void Mover::Impl::fill_from_neighbour(Transfer& transfer, uint32_t page, Worker&
   Medium& medium = *media[column];
   reach("mover.before_copy");
   PageTarget target;
+  UnitTally::Pages& read = worker.tally.read[static_cast<size_t>(foreign_lane(static_cast<int>(copy.foreign.tier)))];
+  UnitTally::Pages& written = worker.tally.written[column];
+  ++read.tried;
+  ++written.tried;
   worker.enter(static_cast<int>(copy.foreign.tier));  // its files lie beside that tier's own
   Status status = medium.begin_write(copy.slots[column], worker.scratch, &target);
   const TierMask usable = readable.load(std::memory_order_relaxed);
   if (status == Status::kOk) status = foreign->read(copy.foreign, copy.label, usable, target.bytes, &worker.foreign);
   if (status == Status::kOk) {
+    ++read.had;
     transfer.progress_->pages[page].published |= column_mask(column);
     status = medium.finish_write(copy.slots[column], copy.label, worker.foreign.expected.data(), target);
   }
@@ -636,6 +683,7 @@ void Mover::Impl::fill_from_neighbour(Transfer& transfer, uint32_t page, Worker&
     fail(transfer, page, column, status);
     return;
   }
+  ++written.had;
   reach("mover.after_copy");
   commit(transfer, page, column);
   reach("mover.after_commit");
@@ -685,6 +733,7 @@ void Mover::Impl::check(Transfer& transfer, uint32_t page, const OpenSource& sou
 bool Mover::Impl::land(Transfer& transfer, uint32_t page, Worker& worker, const OpenSource& source) {
   STEPWELL_ASSERT(source.bytes.checksums != nullptr);  // what lands comes from a tier, with its checksums
   worker.enter(kPoolColumn);
+  ++worker.tally.written[kPoolColumn].tried;
   const uint32_t seed = shape.page_seed(transfer.spec_.pages[page].label);
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     const Status status = land_layer(transfer, page, layer, seed, source.bytes, source.bytes.checksums[layer]);
@@ -697,6 +746,7 @@ bool Mover::Impl::land(Transfer& transfer, uint32_t page, Worker& worker, const 
       return true;
     }
   }
+  ++worker.tally.written[kPoolColumn].had;
   reach("mover.after_copy");
   landed_whole(transfer, page);
   return true;
@@ -739,6 +789,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     const PageProgress& progress = transfer.progress_->pages[page];
     if ((progress.settled & kPoolMask) != 0 || progress.failure != Status::kOk || stopped(transfer)) continue;
     OpenSource source;
+    ++worker.tally.tried;
     if (!open_source(transfer, page, 1, worker, &source)) {
       is_whole &= progress.second_source == 0;
       continue;
@@ -749,6 +800,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
       land(transfer, page, worker, source);
       continue;
     }
+    ++worker.tally.written[kPoolColumn].tried;
     pages.push_back({page, source, shape.page_seed(transfer.spec_.pages[page].label), checksums.size()});
     checksums.insert(checksums.end(), source.bytes.checksums, source.bytes.checksums + shape.layers());
   }
@@ -769,10 +821,69 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     if (pages.empty()) return;
     if (layer + 1 == shape.layers()) {
       reach("mover.after_copy");
+      worker.tally.written[kPoolColumn].had += static_cast<uint32_t>(pages.size());
       for (const LayeredPage& page : pages) landed_whole(transfer, page.index);
     }
     if (is_whole) transfer.progress_->layers_done.store(layer + 1, std::memory_order_release);
   }
+}
+
+// ---- what the units come to ------------------------------------------------------------------------------------
+
+// Where a unit's bytes take their time: a load's source, what others write.
+int Mover::Impl::lane_of(const Transfer& transfer, const UnitPlan& plan, int stage) const noexcept {
+  const uint32_t page = transfer.progress_->order[plan.first];
+  const PageCopy& copy = transfer.spec_.pages[page];
+  const PageProgress& progress = transfer.progress_->pages[page];
+  if (copy.foreign.is_known()) return foreign_lane(static_cast<int>(copy.foreign.tier));
+  if (plan.retry) return progress.second_source;
+  int source = kPoolColumn;
+  while (copy.roles[static_cast<size_t>(source)] != Role::kSource) ++source;
+  const ColumnMask filled = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~kPoolMask);
+  if (transfer.spec_.work_class != WorkClass::kLoad && filled != 0) return std::bit_width(filled) - 1;
+  if (stage <= progress.source_stage) return source;
+  const ColumnMask memory = progress.sinks[0] & static_cast<ColumnMask>(~(io_mask() | kPoolMask));
+  return memory == 0 ? source : std::bit_width(memory) - 1;
+}
+
+// REQUIRES queue_mutex and room in the queue
+void Mover::Impl::queue_unit(Unit unit, Instant at) {
+  const size_t queue = unit.plan.io ? kIoQueue : kCopyQueue;
+  const WorkClass work_class = unit.transfer->spec_.work_class;
+  const auto lane = static_cast<size_t>(unit.lane);
+  const uint64_t bytes = uint64_t{unit.plan.count} * shape.page_bytes();
+  unit.queued_at = at;
+  queues[queue].push(work_class, std::move(unit));
+  flow.queued[static_cast<size_t>(work_class)][lane] += bytes;
+  work_waits[queue].notify_one();
+}
+
+// REQUIRES queue_mutex
+void Mover::Impl::begin_tally(const Unit& unit, int queue, Worker& worker) noexcept {
+  const WorkClass work_class = unit.transfer->spec_.work_class;
+  worker.tally = {};
+  worker.unit = {unit.plan.count, unit.lane, work_class, now()};
+  QueueWait& wait = flow.waits[static_cast<size_t>(queue)][static_cast<size_t>(work_class)];
+  wait.units += 1;
+  wait.ns += ns_between(unit.queued_at, worker.unit.began);
+}
+
+// REQUIRES queue_mutex
+void Mover::Impl::add_tally(const Unit& unit, Worker& worker, Instant ended) noexcept {
+  const auto work_class = static_cast<size_t>(worker.unit.work_class);
+  const uint64_t ns = ns_between(worker.unit.began, ended);
+  const uint64_t page_bytes = shape.page_bytes();
+  const UnitTally& tally = worker.tally;
+  const auto add = [&](const UnitTally::Pages& pages, Flow& flow_of_lane) {
+    flow_of_lane.bytes += pages.had * page_bytes;
+    if (pages.tried != 0) flow_of_lane.ns += ns * pages.tried / tally.tried;
+  };
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    add(tally.read[lane], flow.reads[work_class][lane]);
+    add(tally.written[lane], flow.writes[work_class][lane]);
+  }
+  flow.queued[work_class][static_cast<size_t>(unit.lane)] -= uint64_t{unit.plan.count} * page_bytes;
+  worker.unit.pages = 0;
 }
 
 // ---- deciding --------------------------------------------------------------------------------------------------
@@ -903,13 +1014,12 @@ void Mover::Impl::begin_stage(const std::shared_ptr<Transfer>& transfer, int sta
     std::lock_guard lock(transfer->mutex_);
     transfer->progress_->units_left = static_cast<uint32_t>(units.size());
   }
+  const Instant at = now();
   for (const UnitPlan& plan : units) {
-    const Unit unit{transfer, plan, stage};
-    const size_t queue = plan.io ? kIoQueue : kCopyQueue;
+    const Unit unit{transfer, plan, stage, lane_of(*transfer, plan, stage)};
     try {
       std::lock_guard lock(queue_mutex);
-      queues[queue].push(transfer->spec_.work_class, unit);
-      work_waits[queue].notify_one();
+      queue_unit(unit, at);
     } catch (...) {  // no memory even for the queue: the unit is over before it began
       settle_unit(unit, note_current_exception(), nullptr);
     }
@@ -965,10 +1075,12 @@ void Mover::Impl::give_up_lost(Transfer& transfer) {
   }
 }
 
-void Mover::Impl::end_unit(const Unit& unit) noexcept {
+void Mover::Impl::end_unit(const Unit& unit, Worker* worker) noexcept {
+  const Instant ended = now();
   {
-    // Before anyone can see the transfer done: who then submits the next finds this unit's room.
+    // Before anyone can see the transfer done: who then submits the next finds this unit's room, and its time.
     std::lock_guard lock(queue_mutex);
+    if (worker != nullptr) add_tally(unit, *worker, ended);
     queues[unit.plan.io ? kIoQueue : kCopyQueue].unreserve(1);
   }
   Transfer::Progress& progress = *unit.transfer->progress_;
@@ -1006,7 +1118,7 @@ void Mover::Impl::settle_later(const Settling& stage) noexcept {
   try {
     std::lock_guard lock(queue_mutex);
     settling.push_back(stage);
-    if (settling.size() == 1) settling_since = std::chrono::steady_clock::now();
+    if (settling.size() == 1) settling_since = now();
     work_waits[kIoQueue].notify_one();
   } catch (...) {  // no memory even for the list
     end_settling(stage, note_current_exception());
@@ -1018,7 +1130,7 @@ void Mover::Impl::settle_later(const Settling& stage) noexcept {
 bool Mover::Impl::may_settle() const {
   if (settling.empty() || is_settling) return false;
   if (queues[kIoQueue].size() == 0 || settling.size() >= kMostSettling) return true;
-  return std::chrono::steady_clock::now() - settling_since >= kLongestUnsettled;
+  return now() - settling_since >= kLongestUnsettled;
 }
 
 // One call of each medium for the pages of all transfers of the round.
@@ -1061,7 +1173,13 @@ void Mover::Impl::settle(const std::vector<Settling>& round, int column, Worker&
   for (const Page& page : pages) slots.push_back(page.slot);
   std::vector<Status> statuses(pages.size(), Status::kIOError);
   worker.enter(column);
+  const Instant began = now();
   media[static_cast<size_t>(column)]->settle(slots.data(), slots.size(), statuses.data());
+  {
+    const uint64_t ns = ns_between(began, now());
+    std::lock_guard lock(queue_mutex);
+    flow.writes[static_cast<size_t>(WorkClass::kSave)][static_cast<size_t>(column)].ns += ns;
+  }
   for (size_t i = 0; i < pages.size(); ++i) {
     Transfer& transfer = *pages[i].transfer;
     transfer.progress_->pages[pages[i].page].unsettled &= static_cast<ColumnMask>(~column_mask(column));
@@ -1382,6 +1500,24 @@ MoverStats Mover::stats() const {
   stats.queued_copy = impl.queues[kCopyQueue].size();
   stats.queued_io = impl.queues[kIoQueue].size();
   return stats;
+}
+
+MoverFlow Mover::flow() const {
+  const Impl& impl = *impl_;
+  if (impl.pid != ::getpid()) return {};  // a worker may have held the mutex when this child was forked
+  const Instant at = now();
+  std::lock_guard lock(impl.queue_mutex);
+  MoverFlow flow = impl.flow;
+  for (const auto& worker : impl.workers) {
+    const auto& unit = worker->unit;
+    if (unit.pages == 0 || unit.work_class != WorkClass::kLoad || unit.began >= at) continue;
+    const Flow mine{unit.pages * impl.shape.page_bytes(), ns_between(unit.began, at)};
+    Flow& slowest = flow.running[static_cast<size_t>(unit.lane)];
+    const bool is_slower = static_cast<double>(mine.ns) * static_cast<double>(slowest.bytes) >
+                           static_cast<double>(slowest.ns) * static_cast<double>(mine.bytes);
+    if (slowest.ns == 0 || is_slower) slowest = mine;
+  }
+  return flow;
 }
 
 std::string Mover::poison_reason() const {

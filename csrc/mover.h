@@ -76,6 +76,37 @@ struct MoverStats {
   uint64_t queued_copy = 0, queued_io = 0;  // units waiting
 };
 
+// Where the bytes of a page are read or written: a column, or, behind the columns, a neighbour's page, by the tier that
+// its file lies beside.
+constexpr int kLanes = 2 * kTiers;
+constexpr int foreign_lane(int column) { return kTiers + column; }
+
+// Bytes, and the time that they took or have taken so far.
+struct Flow {
+  uint64_t bytes = 0;
+  uint64_t ns = 0;
+};
+
+// Units that have begun, and for how long they had been in their queue by then.
+struct QueueWait {
+  uint64_t units = 0;
+  uint64_t ns = 0;
+};
+
+// What the units have moved so far, and what is before those that come next: one moment, by class and lane.
+// The time of a unit is that of its worker, from its begin to its end. Each page that it tried has an equal share, which
+// counts once for the lane it was read from and once for each it was written to, so that a page which could not be had
+// costs time and brings no bytes. A settling round is time of the saves.
+struct MoverFlow {
+  std::array<std::array<Flow, kLanes>, kWorkClasses> reads{}, writes{};
+  std::array<std::array<QueueWait, kWorkClasses>, 2> waits{};  // by queue (0 copy, 1 io) and class
+  // Payload bytes of units that wait or run, under the lane that a load reads and that others write, of the unit's first
+  // page. Stages that come later are not in it.
+  std::array<std::array<uint64_t, kLanes>, kWorkClasses> queued{};
+  // Of the units of loads that run, the one that is slowest so far, by lane; ns 0: none runs.
+  std::array<Flow, kLanes> running{};
+};
+
 // What one worker is in: it is the same call as at the last look where both numbers are the same.
 struct WorkerCall {
   uint64_t serial = 0;
@@ -112,6 +143,7 @@ class Mover {
   // threads.
   bool step(int queue);
   MoverStats stats() const;
+  MoverFlow flow() const;
   RetireList& retired() noexcept;
   bool poisoned() const noexcept;
   std::string poison_reason() const;  // what failed first in a worker; "" if nothing did

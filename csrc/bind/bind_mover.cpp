@@ -258,6 +258,33 @@ nb::typed<nb::dict, nb::str, nb::any> stats(MoverHandle& self) {
   return result;
 }
 
+using FlowArray = nb::ndarray<nb::numpy, uint64_t>;
+
+// Hands on numbers in the order in which they lie: one axis for each array around them.
+FlowArray to_flow_array(const uint64_t* first, std::initializer_list<size_t> shape) {
+  size_t count = 1;
+  for (const size_t length : shape) count *= length;
+  auto owned = std::make_unique<std::vector<uint64_t>>(first, first + count);
+  nb::capsule owner(owned.get(), [](void* p) noexcept { delete static_cast<std::vector<uint64_t>*>(p); });
+  return FlowArray(owned.release()->data(), shape, owner);
+}
+
+nb::typed<nb::dict, nb::str, nb::any> flow(MoverHandle& self) {
+  MoverFlow flow;
+  {
+    GilRelease release;
+    flow = self.mover().flow();
+  }
+  static_assert(sizeof(Flow) == 2 * sizeof(uint64_t) && sizeof(QueueWait) == 2 * sizeof(uint64_t));
+  nb::typed<nb::dict, nb::str, nb::any> result;
+  result["reads"] = to_flow_array(&flow.reads[0][0].bytes, {kWorkClasses, kLanes, 2});
+  result["writes"] = to_flow_array(&flow.writes[0][0].bytes, {kWorkClasses, kLanes, 2});
+  result["waits"] = to_flow_array(&flow.waits[0][0].units, {flow.waits.size(), kWorkClasses, 2});
+  result["queued"] = to_flow_array(&flow.queued[0][0], {kWorkClasses, kLanes});
+  result["running"] = to_flow_array(&flow.running[0].bytes, {kLanes, 2});
+  return result;
+}
+
 void bind_words(nb::module_& module) {
   nb::enum_<Role>(module, "Role", nb::is_arithmetic(), "What a column of a page is to its transfer.")
       .value("unused", Role::kUnused)
@@ -494,6 +521,15 @@ void bind_mover_class(nb::module_& module) {
       .def("drain_retired", &MoverHandle::drain_retired,
            "Drop what ended transfers kept alive; return how many there were.")
       .def("stats", &stats, "Return the counters: dict; bytes_read and bytes_written are tuples by column.")
+      .def(
+          "flow", &flow,
+          "Return what the units have moved and what waits, at one moment: dict of uint64 arrays; a lane is a column, "
+          "or "
+          "4 + column for\n"
+          "a neighbour's pages beside that tier.\n\n"
+          "reads, writes: [3 classes, 8 lanes, (bytes, ns)]; waits: [2 queues, 3 classes, (units, ns)]; queued: bytes, "
+          "[3 classes,\n"
+          "8 lanes]; running: the slowest unit of a load under way, [8 lanes, (bytes, ns)].")
       .def(
           "join",
           [](MoverHandle& self) {

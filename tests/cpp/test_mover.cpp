@@ -214,6 +214,18 @@ struct World {
     const MoverStats stats = mover->stats();
     CHECK(stats.commits + stats.aborts == claimed);
     CHECK(stats.queued_copy + stats.queued_io == 0);
+    const MoverFlow flow = mover->flow();
+    for (size_t c = 1; c < kTiers; ++c) {
+      uint64_t read = 0, written = 0;
+      for (size_t work_class = 0; work_class < kWorkClasses; ++work_class) {
+        read += flow.reads[work_class][c].bytes;
+        written += flow.writes[work_class][c].bytes;
+        CHECK(flow.queued[work_class][c] == 0);
+      }
+      CHECK(read == stats.bytes_read[c]);
+      CHECK(written >= stats.bytes_written[c]);  // some is written and not committed
+      CHECK(flow.running[c].ns == 0);
+    }
   }
 
   MoverOptions options;
@@ -1181,6 +1193,79 @@ TEST_CASE("loads go first and a demotion is not starved by them") {
   CHECK(demotion->done());
   CHECK(std::count_if(loads.begin(), loads.end(), [](const auto& load) { return load->done(); }) == 7);
   world.run();
+  world.check_settled();
+}
+
+TEST_CASE("a load waits for one unit of a long save that runs, and for one more at most") {
+  for (const int tier : {kShared, kDisk}) {
+    for (int before = 0; before < 8; ++before) {
+      World world;  // four pages a unit
+      auto pages = world.save(1, 1, tiers({tier}));
+      const auto save = world.submit(world.save_spec(2, 60, tiers({tier}), nullptr));
+      const int queue = tier == kDisk ? 1 : 0;
+      for (int i = 0; i < before; ++i) REQUIRE(world.mover->step(queue));
+      const auto load = world.submit(world.load_spec(pages, tier));
+      int waited = 0;
+      for (; !load->done(); ++waited) REQUIRE(world.mover->step(queue));
+      CHECK(waited <= 2);
+      CHECK(!save->done());
+      world.finish(save);
+      world.check_settled();
+    }
+  }
+}
+
+TEST_CASE("what units move and how long they take is counted by class and lane") {
+  World world;
+  const uint64_t bytes = world.shape.page_bytes();
+  constexpr auto kLoad = static_cast<size_t>(WorkClass::kLoad), kSave = static_cast<size_t>(WorkClass::kSave);
+  auto saved = world.save(1, 6, tiers({kShared, kDisk}));
+  MoverFlow flow = world.mover->flow();
+  CHECK(flow.reads[kSave][kPool].bytes == 6 * bytes);
+  CHECK(flow.writes[kSave][kShared].bytes == 6 * bytes);
+  CHECK(flow.reads[kSave][kShared].bytes == 6 * bytes);  // the disk copy is made from there
+  CHECK(flow.writes[kSave][kDisk].bytes == 6 * bytes);
+  CHECK(flow.writes[kSave][kDisk].ns == flow.reads[kSave][kShared].ns);  // the same units, each page with both
+  CHECK(flow.waits[0][kSave].units == 2);
+  CHECK(flow.waits[1][kSave].units == 2);
+  CHECK(flow.reads[kLoad][kDisk].bytes + flow.reads[kLoad][kShared].bytes == 0);
+
+  world.finish(world.submit(world.load_spec(saved, kDisk)));
+  flow = world.mover->flow();
+  CHECK(flow.reads[kLoad][kDisk].bytes == 6 * bytes);
+  CHECK(flow.reads[kLoad][kDisk].ns > 0);
+  CHECK(flow.writes[kLoad][kPool].bytes == 6 * bytes);
+  CHECK(flow.waits[1][kLoad].units == 2);
+  CHECK(flow.reads[kLoad][kShared].bytes == 0);
+  world.check_settled();
+}
+
+TEST_CASE("a page that could not be read costs its time and brings no bytes") {
+  World world;
+  auto saved = world.save(1, 1, tiers({kDisk}));
+  world.disk.read_fails.arm(1, Status::kIOError);
+  world.finish(world.submit(world.load_spec(saved, kDisk)));
+  const Flow read = world.mover->flow().reads[static_cast<size_t>(WorkClass::kLoad)][kDisk];
+  CHECK(read.bytes == 0);
+  CHECK(read.ns > 0);
+  world.check_settled();
+}
+
+TEST_CASE("what waits and what runs is seen while it does") {
+  World world({.copy_threads = 1, .io_threads = 1, .queue_units = 64, .unit_bytes = 4096});
+  const uint64_t bytes = world.shape.page_bytes();
+  auto saved = world.save(1, 6, tiers({kDisk}));
+  world.disk.before_read.hold();
+  const auto load = world.submit(world.load_spec(saved, kDisk));
+  REQUIRE(world.disk.before_read.wait_standing());
+  const MoverFlow held = world.mover->flow();
+  CHECK(held.queued[static_cast<size_t>(WorkClass::kLoad)][kDisk] == 6 * bytes);  // one unit runs, one waits
+  CHECK(held.running[kDisk].bytes == 4 * bytes);
+  CHECK(held.running[kDisk].ns > 0);
+  CHECK(held.running[kShared].ns == 0);
+  CHECK(world.mover->flow().running[kDisk].ns >= held.running[kDisk].ns);
+  world.disk.before_read.release();
+  world.finish(load);
   world.check_settled();
 }
 
