@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stepwell.mover import Full, Inbox, SaveOutcome, SaveResult, Transfer
     from stepwell.pins import Pinned, PinsFull
     from stepwell.pool import LentPool, PoolPointers, PoolSlice
+    from stepwell.rates import Within
     from stepwell.sequence import Extended, Sequence
     from stepwell.settings import Origin, Settings, from_mapping, load_settings
     from stepwell.stats import Stats, TierStats, Tree
@@ -81,6 +82,7 @@ __all__ = [
     "Transfer",
     "Tree",
     "VerifyResult",
+    "Within",
     "diagnose",
     "effective_values",
     "errors",
@@ -105,6 +107,7 @@ _HOMES = {
     "mover": ("Full", "Inbox", "SaveOutcome", "SaveResult", "Transfer"),
     "pins": ("Pinned", "PinsFull"),
     "pool": ("LentPool", "PoolPointers", "PoolSlice"),
+    "rates": ("Within",),
     "sequence": ("Extended", "Sequence"),
     "settings": ("Origin", "Settings", "from_mapping", "load_settings"),
     "stats": ("Stats", "TierStats", "Tree"),

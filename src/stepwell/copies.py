@@ -146,7 +146,14 @@ class Copies:
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def save(
-        self, batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, *, inbox: Inbox | None = None
+        self,
+        batch: _core.ClaimBatch,
+        source: PoolSlice,
+        turn: int,
+        taken: Taken,
+        *,
+        inbox: Inbox | None = None,
+        deadline: float | None = None,
     ) -> Transfer | None:
         """Submit the pages that have a new claim, as `taken` has; None: refused, and every claim is returned.
 
@@ -170,7 +177,13 @@ class Copies:
         transfer = None
         if turn == self.epoch.turns:
             transfer = self.submit(
-                plan, pool=source.pool, work_class=WorkClass.SAVE, unpin_pages=True, inbox=inbox, taken=taken
+                plan,
+                pool=source.pool,
+                work_class=WorkClass.SAVE,
+                unpin_pages=True,
+                inbox=inbox,
+                deadline=deadline,
+                taken=taken,
             )
         if transfer is None:
             taken.give_back()
@@ -295,7 +308,7 @@ class Copies:
         lease = match.lease_id()
         full_at = self._write_used(lease, _MOST_USED)
         if full_at != NOT_FULL:
-            self._room.make(Tier.DISK, min(match.pages, _MOST_USED) - full_at)
+            self._room.make(Tier.DISK, min(match.pages, _MOST_USED) - full_at, is_bound=True)
             self._write_used(lease, _MOST_USED - full_at)
 
     def _write_used(self, lease: int, most: int) -> int:

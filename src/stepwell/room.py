@@ -77,9 +77,10 @@ class Room:
         self.end_probes: Callable[[Tier], bool] = lambda _: False
         """Ends some of the leases of probes that hold pages of a tier; False: there are none."""
         self._growth = threading.Condition()
-        # GUARDED_BY(_growth), by tier: free slots asked for since the last round; how many asked, and were answered;
-        # and whose round did not answer in time: nobody waits for it until it does.
+        # GUARDED_BY(_growth), by tier: free slots asked for since the last round, of new memory, and of what leaves;
+        # how many asked, and were answered; and whose round did not answer in time: nobody waits for it until it does.
         self._wanted: dict[Tier, int] = {}
+        self._wanted_gone: dict[Tier, int] = {}
         self._asked = dict.fromkeys(Tier, 0)
         self._answered = dict.fromkeys(Tier, 0)
         self._silent: set[Tier] = set()
@@ -164,7 +165,7 @@ class Room:
 
     # ---- evicting ---------------------------------------------------------------------------------------------------
 
-    def make(self, tier: Tier, pages: int, *, patience: float = 0.0) -> None:
+    def make(self, tier: Tier, pages: int, *, patience: float = 0.0, is_bound: bool = False) -> None:
         """See that `pages` slots are free: memory that was not taken yet comes first, then pages of lowest rank leave,
         then the leases of probes end.
 
@@ -174,16 +175,28 @@ class Room:
 
         Args:
             patience: seconds to wait for the keeper to take memory, where there may be some.
+            is_bound: not to wait longer, come what may: where evicting writes to files, the keeper does it, for a disk
+                that hangs would keep who does.
         """
         if not self.health.is_writable(tier):
             return
         give_up_at = time.monotonic() + patience
-        while (lacking := pages - self._index.claimable(tier)) > 0:
-            if not self._grows(tier, pages, give_up_at - time.monotonic()):
-                self.evict(tier, lacking)
-                while (lacking := pages - self._index.claimable(tier)) > 0 and self.end_probes(tier):
-                    self.evict(tier, lacking)
+        while self._index.claimable(tier) < pages:
+            patience = give_up_at - time.monotonic()
+            if self._grows(tier, pages, patience):
+                continue
+            if is_bound and tier is Tier.DISK and self.keeper is not None and self.keeper.is_running:
+                self._ask_keeper(tier, patience, gone=pages)
+            else:
+                self._make_leave(tier, pages)
                 self.wake_keeper()
+            return
+
+    def _make_leave(self, tier: Tier, pages: int) -> None:
+        """Evict until `pages` slots are free, and end leases of probes where that is not enough."""
+        while (lacking := pages - self._index.claimable(tier)) > 0:
+            self.evict(tier, lacking)
+            if self._index.claimable(tier) >= pages or not self.end_probes(tier):
                 return
 
     def wake_keeper(self) -> None:
@@ -193,11 +206,21 @@ class Room:
 
     def _grows(self, tier: Tier, pages: int, patience: float) -> bool:
         """Have the keeper take memory for `pages` free slots. True: it has tried, and there may be more."""
-        keeper, place = self.keeper, self._tiers.get(tier)
-        if keeper is None or place is None or not (place.may_grow and self.health.is_writable(tier)):
+        place = self._tiers.get(tier)
+        if place is None or not (place.may_grow and self.health.is_writable(tier)):
+            return False
+        return self._ask_keeper(tier, patience, grown=pages) and place.may_grow
+
+    def _ask_keeper(self, tier: Tier, patience: float, *, grown: int = 0, gone: int = 0) -> bool:
+        """Ask a tier's round for free slots, of new memory or of what leaves. Returns whether it has answered within
+        `patience` seconds."""
+        keeper = self.keeper
+        if keeper is None:
             return False
         with self._growth:
-            self._wanted[tier] = max(pages, self._wanted.get(tier, 0))
+            for wanted, pages in ((self._wanted, grown), (self._wanted_gone, gone)):
+                if pages:
+                    wanted[tier] = max(pages, wanted.get(tier, 0))
             self._asked[tier] += 1
             mine = self._asked[tier]
             keeper.wake()
@@ -206,15 +229,17 @@ class Room:
             if not self._growth.wait_for(lambda: self._answered[tier] >= mine, patience):
                 self._silent.add(tier)
                 return False
-            return place.may_grow
+            return True
 
     def take_memory(self, tier: Tier) -> None:
-        """Take the memory that was asked for since the last round. The tier's round."""
+        """Take the memory that was asked for since the last round, and make the room. The tier's round."""
         with self._growth:
-            asked, pages = self._asked[tier], self._wanted.pop(tier, 0)
+            asked, pages, gone = self._asked[tier], self._wanted.pop(tier, 0), self._wanted_gone.pop(tier, 0)
         try:
             if pages and self.is_writable(tier):
                 self._tiers[tier].grow(self._index, pages)
+            if gone and self.is_writable(tier):
+                self._make_leave(tier, gone)
         finally:
             with self._growth:
                 self._answered[tier] = asked

@@ -65,17 +65,37 @@ class Staging:
         )
 
     def extend_keys(
-        self, found: MatchResult, keys: npt.NDArray[np.uint8], kind: int, usable: int, into: Taken
+        self,
+        found: MatchResult,
+        keys: npt.NDArray[np.uint8],
+        kind: int,
+        usable: int,
+        into: Taken,
+        *,
+        most: Callable[[_core.ForeignRun], int] | None = None,
     ) -> MatchResult:
-        """Continue a match of leading keys; as extend()."""
+        """Continue a match of leading keys; as extend().
+
+        Args: most: says how many leading pages of a run to take; None: all.
+        """
         if not self._is_worth_it(found) or found.pages == len(keys):
             return found
         run = self._foreign.find_keys(self._index, keys[found.pages :], kind, found.epoch, usable)
+        pages = run.pages if most is None else most(run)
+        if pages == 0:
+            return found
         return self._take(
             found,
             run,
             lambda claims: self._index.extend_match_keys(
-                found, run.keys(), kind, run.offered(), usable, Tier.HOST, into=into, claims=claims
+                found,
+                run.keys()[:pages],
+                kind,
+                run.offered()[:pages],
+                usable,
+                Tier.HOST,
+                into=into,
+                claims=claims,
             ),
         )
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from stepwell.index import Miss, Tier
 
-MISS_REASONS: Final = ("absent", "pending", "deadline", "corrupt", "epoch", "foreign-gone", "full", "poisoned")
+MISS_REASONS: Final = ("absent", "pending", "deadline", "corrupt", "epoch", "foreign-gone", "full", "poisoned", "slow")
+SHED_REASONS: Final = ("loads", "deadline")
 _MISS_NAME: Final = {
     Miss.ABSENT: "absent",
     Miss.PENDING: "pending",
@@ -31,7 +32,12 @@ class TierStats:
     volumes that could not be used, and for epoch, records and duplicate, pages that could not.
     state: "serving", "read-only" or "out" (of service), and the reason. trips: how often it was not serving.
     read_errors, write_errors: calls on its files that failed. retired: slots in quarantine that are beyond mending.
-    skipped: pages that saves did not write here because it took none.
+    skipped: pages that saves did not write here because it took none, or would have taken too long.
+    read_seconds, write_seconds: of its workers, in units of work that read or wrote here: each page has an equal share
+    of the time of its unit.
+    read_rate, write_rate: bytes a second of one worker, a moving average of loads and of saves; 0: not known.
+    wait_seconds: moving average of what loads from here have lain in the queue. expected_seconds: until a page would be
+    loaded, if it were asked for now. too_slow: at the last probe with a bound it was, and its pages were misses.
     """
 
     capacity: int
@@ -51,6 +57,13 @@ class TierStats:
     write_errors: int
     retired: int
     skipped: int
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    read_rate: float = 0.0
+    write_rate: float = 0.0
+    wait_seconds: float = 0.0
+    expected_seconds: float = 0.0
+    too_slow: bool = False
     recovered: int = 0
     cold: dict[str, int] = field(default_factory=dict)
 
@@ -80,6 +93,8 @@ class Stats:
     by tier.
     misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
     retried_pages, rescued_pages: pages that a load found bad in one tier and asked another for, and got from there.
+    shed_pages: pages that saves did not write to some tier, or at all, by reason: `loads` were waiting, or the
+    `deadline` was expected to pass.
     failed_jobs: units of work that an exception ended (no memory, most likely).
     bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
     pins, pinned_pages: pins by time that live, and pages that they cover.
@@ -95,6 +110,7 @@ class Stats:
     misses: dict[str, int]
     saved_pages: int
     refused_pages: int
+    shed_pages: dict[str, int]
     evicted_pages: dict[str, int]
     checksum_failures: int
     io_errors: int
@@ -157,16 +173,20 @@ class Counters:
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
     evicted_pages: dict[Tier, int] = field(default_factory=dict)
     skipped_pages: dict[Tier, int] = field(default_factory=dict)
+    shed_pages: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHED_REASONS, 0))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def looked_up(self, asked: int, found: Mapping[Tier, int], miss: Miss, pending: int) -> None:
-        """Count one lookup of `asked` pages that found some, by tier; the rest missed for one reason."""
+    def looked_up(self, asked: int, found: Mapping[Tier, int], miss: Miss, pending: int, *, slow: int = 0) -> None:
+        """Count one lookup of `asked` pages that found some, by tier; the rest missed for one reason, but for `slow`
+        ones, which were not offered."""
         missed = asked - sum(found.values())
         with self.lock:
             self.lookups += 1
             self.lookup_pages += asked
             for tier, pages in found.items():
                 self.hit_pages[tier] = self.hit_pages.get(tier, 0) + pages
+            self.misses["slow"] += slow
+            missed -= slow
             if missed:
                 waiting = min(pending, missed)
                 self.misses["pending"] += waiting
@@ -188,6 +208,11 @@ class Counters:
         with self.lock:
             for tier in tiers:
                 self.skipped_pages[tier] = self.skipped_pages.get(tier, 0) + pages
+
+    def shed(self, reason: str, pages: int) -> None:
+        """Count pages that a save did not write to a tier, so that others may be served."""
+        with self.lock:
+            self.shed_pages[reason] += pages
 
     def selected(self, written: int, held_back: int) -> None:
         """Count pages written to disk for a second use, and pages not written for it was their first."""

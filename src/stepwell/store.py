@@ -54,6 +54,7 @@ from stepwell.mover import (
 )
 from stepwell.pins import Pinned, Pins
 from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend
+from stepwell.rates import UNIT_BYTES, Flow, Rates, Within, as_within, foreign_lanes
 from stepwell.room import Room
 from stepwell.rounds import LEFT_BEHIND, Leaving, Round
 from stepwell.seen import Seen
@@ -104,10 +105,12 @@ class Probe:
     """How many leading keys are cached, and in which tier each of them is.
 
     run: keys. tiers: uint8[run] of Tier. The pages stay pinned until the lease given to probe() has passed.
+    slow: keys behind these that are cached, and not offered: they would not be here in time.
     """
 
     run: int
     tiers: npt.NDArray[np.uint8]
+    slow: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,12 @@ class PageStore:
         pinnable = config.pin_fraction
         self._pins = Pins(self._index, self._clock, lambda: room.pinnable(pinnable), self._page_tokens)
         self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
+        self._rates = Rates(
+            self._clock,
+            self._flow,
+            page_bytes=geometry.page_bytes,
+            workers=(config.copy_threads, config.io_threads),
+        )
         self._sequences: Sequences | None = None
         self._device: ManagedDevice | None = None
         self._slab: HostSlab | None = None  # the host tier, or what is to be one once a neighbour is there
@@ -196,6 +205,7 @@ class PageStore:
                     disk=self._room.medium(Tier.DISK),
                     **self._workers(),
                     queue_units=config.queue_units,
+                    unit_bytes=UNIT_BYTES,
                     foreign=foreign,
                 )
             )
@@ -437,7 +447,15 @@ class PageStore:
 
     # ---- keys (an engine's own hashes) -------------------------------------------------------------------------------
 
-    def probe(self, keys: Keys, *, kind: int = KIND_KV, lease: float = 1.0, readahead: bool = True) -> Probe:
+    def probe(
+        self,
+        keys: Keys,
+        *,
+        kind: int = KIND_KV,
+        lease: float = 1.0,
+        readahead: bool = True,
+        within: Within | float | None = None,
+    ) -> Probe:
         """Say how many leading keys are cached, and hold them for a while.
 
         Args:
@@ -445,19 +463,24 @@ class PageStore:
             lease: seconds for which the pages found stay pinned, so that a load_keys that follows finds them. It ends
                 before where a tier needs the room and has nothing else to give, the oldest lease first.
             readahead: start bringing pages that are only on disk into shared memory at once.
+            within: what loading may take, in seconds or as Within: the run ends where that would take longer, behind
+                what is under way already and as fast as the tiers have been lately. What is cut off is a miss: nothing
+                of it is held, or read ahead.
 
         Returns:
-            Probe(run, tiers).
+            Probe(run, tiers, slow).
         """
         self._use()
         checked = as_keys(keys)
         _check_kind(kind)
         lease = as_seconds("lease", lease)
-        match = self._match_keys(checked, kind, is_staging=readahead)
+        bound = None if within is None else as_within(within)
+        match, slow = self._match_keys(checked, kind, is_staging=readahead, within=bound)
         is_kept = False
         try:
             _, tiers, _ = match.locations()
-            self._counters.looked_up(len(checked), match.tiers, match.miss, match.pending // self._page_tokens)
+            pending = match.pending // self._page_tokens
+            self._counters.looked_up(len(checked), match.tiers, match.miss, pending, slow=slow)
             self._copies.write_used(match)
             if match.pages and readahead:
                 self._copies.read_ahead(match)
@@ -471,18 +494,38 @@ class PageStore:
         finally:
             if not is_kept:
                 match.close()
-        return Probe(match.pages, tiers)
+        return Probe(match.pages, tiers, slow)
 
-    def _match_keys(self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool) -> Match:
-        """Find the leading keys that are cached and pin them. is_staging: also those that a neighbour has."""
-        usable = self._room.readable
+    def _match_keys(
+        self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool, within: Within | None = None
+    ) -> tuple[Match, int]:
+        """Find the leading keys that are cached and pin them.
+
+        Args: is_staging: also those that a neighbour has. within: only what is here in time.
+        Returns: the match, and how many pages behind it would not be here in time.
+        """
+        usable, slow = self._room.readable, 0
         with Taken(self._index) as taken:
-            result = self._index.match_keys_and_pin(keys, kind, usable, into=taken)
-            if self._staging is not None and is_staging:
-                result = self._staging.extend_keys(result, keys, kind, usable, taken)
+            result = found = self._index.match_keys_and_pin(keys, kind, usable, into=taken)
+            if within is not None and found.pages:
+                lanes = np.repeat(*np.array([(tier, pages) for _, pages, tier in found.spans], dtype=np.int64).T)
+                offered = self._rates.cut(lanes.astype(np.uint8), within)
+                slow = found.pages - offered
+                result = self._index.shorten_match(found, offered)
+
+            def in_time(run: _core.ForeignRun) -> int:
+                nonlocal slow
+                if within is None:
+                    return run.pages
+                offered = self._rates.cut(foreign_lanes(run.tiers(), run.offered()), within, first=found.pages)
+                slow = run.pages - offered
+                return offered
+
+            if self._staging is not None and is_staging and slow == 0:
+                result = self._staging.extend_keys(result, keys, kind, usable, taken, most=in_time)
             match = Match(self._index, result, self._page_tokens)
             taken.hand_on()
-            return match
+            return match, slow
 
     def load_keys(
         self, keys: Keys, *, into: PoolSlice, kind: int = KIND_KV, deadline: float | None = None
@@ -512,7 +555,7 @@ class PageStore:
         at = 0
         with Taken(self._index) as taken:  # by ctrl-C, for one, it ends all loads: the memory is the caller's again
             while at < len(checked):
-                with self._match_keys(checked[at:], kind, is_staging=True) as match:
+                with self._match_keys(checked[at:], kind, is_staging=True)[0] as match:
                     self._copies.write_used(match)
                     if match.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())
@@ -547,7 +590,8 @@ class PageStore:
         Args:
             keys: as in probe; consecutive keys are taken as a chain (each the parent of the next).
             source: one slot a key. parent: key before the first one, if known; first_of_chain: there is none.
-            deadline: seconds.
+            deadline: seconds. A tier that is expected to take longer is left out, as is any that loads wait for: what
+                no tier takes is refused at once.
 
         Returns:
             uint8[n] of SaveOutcome: stored, present, refused.
@@ -565,7 +609,8 @@ class PageStore:
         if parent is not None and not 1 <= len(parent) <= MAX_KEY_BYTES:
             raise StepwellUsageError(f"parent has {len(parent)} bytes: a key has 1 to {MAX_KEY_BYTES}")
         state = 1 if parent is not None else 0 if first_of_chain else 2
-        targets = self._room.write_through
+        limit = None if deadline is None else self._clock.monotonic() + deadline
+        targets = self._shed(self._room.write_through, len(checked), deadline)
         result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
         if not targets:
             for row, key in enumerate(checked):
@@ -585,16 +630,18 @@ class PageStore:
                     here, _ = self._index.probe(checked, kind, tier_mask(tier))
                     meant = self._room.meant_for(checked, here) if tier is Tier.SHARED else meant
                     wanted = self._room.pages_for(tier, len(checked), meant) - here
-                    self._room.make(tier, wanted, patience=_GROWTH_SECONDS)
+                    patience = _GROWTH_SECONDS if limit is None else min(_GROWTH_SECONDS, self._left(limit))
+                    self._room.make(tier, wanted, patience=patience, is_bound=limit is not None)
                 batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask, meant, into=taken)
             self._room.count_meant(batch.outcomes, meant)
             new = (batch.outcomes == NEW).any(axis=1)
             here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
             result[here & ~new] = SaveOutcome.PRESENT
-            transfer = self._copies.save(batch, source, turn, taken)
+            left = None if limit is None else self._left(limit)
+            transfer = self._copies.save(batch, source, turn, taken, deadline=left)
             if transfer is not None:
                 # By ctrl-C, for one, `taken` ends it: the source is the caller's again when we leave.
-                if not transfer.wait(deadline):
+                if not transfer.wait():
                     transfer.revoke()
                 if transfer.pages:
                     landed = transfer.ok
@@ -629,6 +676,17 @@ class PageStore:
                 here[at : at + run] = True
                 at += max(1, run)
         return here
+
+    def _left(self, limit: float) -> float:
+        """Say how many seconds are left until a moment of the store's clock."""
+        return max(0.0, limit - self._clock.monotonic())
+
+    def _shed(self, tiers: tuple[Tier, ...], pages: int, deadline: float | None) -> tuple[Tier, ...]:
+        """Leave out the tiers that a save should not go to now: loads come first, and it would come too late."""
+        left_out = self._rates.shed(tiers, pages, deadline)
+        for reason in left_out.values():
+            self._counters.shed(reason, pages)
+        return tuple(tier for tier in tiers if tier not in left_out)
 
     def state(self, key: bytes, *, kind: int = KIND_KV) -> dict[Tier, Residency]:
         """Say what a key's page is in each tier, from local memory only."""
@@ -935,17 +993,18 @@ class PageStore:
         mover = self._use()
         self._raise_if_poisoned()
         self._copies.account()
-        moved = mover.stats()
+        moved, flow = mover.stats(), self._flow()
         counters = self._counters
         with counters.lock:
             return Stats(
-                tiers={tier.name.lower(): self._tier_stats(tier, moved) for tier in self._room.all_tiers},
+                tiers={tier.name.lower(): self._tier_stats(tier, moved, flow) for tier in self._room.all_tiers},
                 lookups=counters.lookups,
                 lookup_pages=counters.lookup_pages,
                 hit_pages={str(tier): pages for tier, pages in counters.hit_pages.items()},
                 misses=dict(counters.misses),
                 saved_pages=counters.saved_pages,
                 refused_pages=counters.refused_pages,
+                shed_pages=dict(counters.shed_pages),
                 evicted_pages={str(tier): pages for tier, pages in counters.evicted_pages.items()},
                 checksum_failures=moved["checksum_failures"],
                 io_errors=moved["io_errors"],
@@ -1039,6 +1098,11 @@ class PageStore:
     def _workers(self) -> dict[str, int]:
         """Say how many threads the mover has, by queue."""
         return {"copy_threads": self._config.copy_threads, "io_threads": self._config.io_threads}
+
+    def _flow(self) -> Flow:
+        """Say what the mover has moved, and how long that took."""
+        mover = self._copies.mover
+        return Flow.nothing() if mover is None else Flow(**mover.flow())
 
     def _begin_rounds(self, keeper: Keepers) -> None:
         """Have background rounds from now on."""
@@ -1337,6 +1401,7 @@ class PageStore:
         mover = self._copies.mover
         if mover is not None:
             self._look_after(mover)
+            self._rates.observe()
             mover.drain_retired()
         self._copies.account()
         self._index.prepare(_RECORDS_AHEAD)
@@ -1373,10 +1438,11 @@ class PageStore:
         """Tell the core which tiers a load may ask where its first source has failed."""
         mover.set_readable(self._room.readable)
 
-    def _tier_stats(self, tier: Tier, moved: dict[str, list[int]]) -> TierStats:
+    def _tier_stats(self, tier: Tier, moved: dict[str, list[int]], flow: Flow) -> TierStats:
         place = self._tiers.get(tier)
         recovered, cold = (place.recovered_pages, place.cold) if isinstance(place, VolumeTier) else (0, {})
         counts, health = self._index.counts(tier), self._health.of(tier)
+        rate = self._rates.of(tier)
         return TierStats(
             capacity=counts["capacity"],
             free=counts["free"],
@@ -1397,6 +1463,13 @@ class PageStore:
             write_errors=moved["write_errors"][tier],
             retired=self._room.retired(tier),
             skipped=self._counters.skipped_pages.get(tier, 0),
+            read_seconds=float(flow.reads[:, tier, 1].sum()) / 1e9,
+            write_seconds=float(flow.writes[:, tier, 1].sum()) / 1e9,
+            read_rate=rate.read_rate,
+            write_rate=rate.write_rate,
+            wait_seconds=rate.wait,
+            expected_seconds=rate.expected,
+            too_slow=rate.is_too_slow,
         )
 
 

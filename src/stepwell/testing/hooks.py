@@ -3,12 +3,14 @@ has no such switch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
 from stepwell.index import Taken, Tier
-from stepwell.mover import Inbox, Transfer
+from stepwell.mover import Transfer
 from stepwell.pool import PoolSlice
 from stepwell.store import PageStore
 from stepwell.tiers.device_queue import QueueFull, ScatterTicket
@@ -50,11 +52,11 @@ def swap_saved_pages(store: PageStore) -> None:
     save = store._copies.save
 
     def swapped(
-        batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, *, inbox: Inbox | None = None
+        batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, **how: Any
     ) -> Transfer | None:
         order = np.arange(len(source))
         order[-2:] = order[-2:][::-1]
-        return save(batch, source.pool[source.slots[order]], turn, taken, inbox=inbox)
+        return save(batch, source.pool[source.slots[order]], turn, taken, **how)
 
     store._copies.save = swapped  # type: ignore[method-assign]
 
@@ -67,9 +69,9 @@ def lose_saved_pages(store: PageStore) -> None:
     save = store._copies.save
 
     def losing(
-        batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, *, inbox: Inbox | None = None
+        batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: Taken, **how: Any
     ) -> Transfer | None:
-        transfer = save(batch, source, turn, taken, inbox=inbox)
+        transfer = save(batch, source, turn, taken, **how)
         if transfer is not None and transfer.pages and transfer.wait(30.0):
             for tier in store._room.keeping:
                 medium = store._room.medium(tier)

@@ -22,7 +22,7 @@ from stepwell.geometry import PageGeometry
 from stepwell.hashing import Namespace, prefix_hashes
 from stepwell.index import ClaimOutcome, Tier
 from stepwell.lease import Match
-from stepwell.mover import Inbox, SaveOutcome, Transfer, core_transfer
+from stepwell.mover import SaveOutcome, Transfer, core_transfer
 from stepwell.pins import Pinned
 from stepwell.pool import LentPool, PoolSlice
 from stepwell.store import Order, PageStore
@@ -132,9 +132,9 @@ class Watch:
         save, submit = store._copies.save, store._copies.submit
 
         def watched_save(
-            batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: _core.Taken, *, inbox: Inbox | None = None
+            batch: _core.ClaimBatch, source: PoolSlice, turn: int, taken: _core.Taken, **how: Any
         ) -> Transfer | None:
-            transfer = save(batch, source, turn, taken, inbox=inbox)
+            transfer = save(batch, source, turn, taken, **how)
             seen.claims.append((batch, transfer))
             return transfer
 
