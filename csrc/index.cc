@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "courtesies.h"
 #include "page_table.h"
 #include "radix.h"
 #include "rank.h"
@@ -150,6 +151,9 @@ class Index::Impl {
   std::vector<uint32_t> free_holds;
   std::unordered_map<PageId, uint32_t> hold_of_end;
   uint64_t held_pages = 0;
+  Courtesies courtesies;
+  std::array<uint64_t, kTiers> courtesies_in{};  // pages that are RESIDENT there
+  std::array<uint64_t, kTiers> courtesies_allowed{UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX};
   std::vector<PageId> touches;  // ends of paths, in call order
   uint64_t touched_pages = 0;
   uint64_t clock_stands_at = 0;  // 0: it runs
@@ -187,9 +191,13 @@ class Index::Impl {
     if (to != Residency::kAbsent) ++in_state[at(tier)][static_cast<size_t>(to)];
     if (from == Residency::kResident) {
       leave_order(page, tier);
-      if (page_has_pin(page)) --page_pinned[at(tier)];
+      if (page_has_pin(page)) {
+        --page_pinned[at(tier)];
+        if (courtesies.has(page)) --courtesies_in[at(tier)];
+      }
     } else if (to == Residency::kResident && page_has_pin(page)) {
       ++page_pinned[at(tier)];
+      if (courtesies.has(page)) ++courtesies_in[at(tier)];
     }
     uint32_t& packed = pages.residency(page);
     packed = (packed & ~(0xffu << (8 * tier))) | (static_cast<uint32_t>(to) << (8 * tier));
@@ -464,6 +472,45 @@ class Index::Impl {
       settle(*page, kTiers);
     }
     drop_if_dead(end);
+  }
+
+  // ---- courtesies ------------------------------------------------------------------------------------------------
+  void count_courtesy(PageId page, uint64_t change) {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      if (pages.residency(page, tier) == Residency::kResident) courtesies_in[at(tier)] += change;
+    }
+  }
+
+  void end_courtesy(PageId page) {
+    courtesies.remove(page);
+    count_courtesy(page, uint64_t(-1));
+    add_page_pins(page, -1, false);
+    drop_if_dead(page);
+  }
+
+  uint32_t end_due_courtesies(double now) {
+    std::vector<PageId> ended;
+    courtesies.due(now, &ended);
+    for (const PageId page : ended) end_courtesy(page);
+    return static_cast<uint32_t>(ended.size());
+  }
+
+  // Ends up to `count`, the oldest first: in one tier, or (kTiers) anywhere. Returns how many.
+  uint32_t end_oldest_courtesies(int tier, uint64_t count) {
+    std::vector<PageId> ended;
+    ended.reserve(count);
+    courtesies.each([&](PageId page) {
+      if (ended.size() < count && (tier == kTiers || pages.residency(page, tier) == Residency::kResident))
+        ended.push_back(page);
+      return ended.size() < count;
+    });
+    for (const PageId page : ended) end_courtesy(page);
+    return static_cast<uint32_t>(ended.size());
+  }
+
+  uint64_t courtesies_most(int tier) const {
+    const double of_tier = kMostOfTier * static_cast<double>(slots[at(tier)].capacity());
+    return std::min(courtesies_allowed[at(tier)], static_cast<uint64_t>(of_tier));
   }
 
   // ---- records ---------------------------------------------------------------------------------------------------
@@ -883,6 +930,7 @@ class Index::Impl {
     out->slots.assign(n * kTiers, kNoSlot);
     out->numbers.assign(n * kTiers, 0);
     out->full_at = UINT32_MAX;
+    out->lacking = 0;
   }
 
   static void fill_row(ClaimBatch* out, size_t i, TierMask tiers, ClaimOutcome outcome) {
@@ -930,6 +978,7 @@ class Index::Impl {
   std::string check_tiers() const;
   std::string check_pins() const;
   std::string check_holds() const;
+  std::string check_courtesies() const;
 };
 
 namespace {
@@ -996,6 +1045,7 @@ void Index::set_epoch(uint64_t epoch) {
     for (Hold& hold : impl_->holds) {
       if (hold.owners > 0) impl_->end_hold(&hold);
     }
+    impl_->end_oldest_courtesies(kTiers, impl_->courtesies.size());
     impl_->epoch = epoch;
     for (int tier = 0; tier < kTiers; ++tier) {
       Rank& rank = impl_->ranks[at(tier)];
@@ -1108,7 +1158,9 @@ MatchResult Index::match_keys_and_pin(const Key* keys, uint32_t count, uint8_t k
     }
     Lease lease;
     uint32_t i = 0;
+    lease.loose.reserve(count);
     for (; i < count; ++i) {
+      if (i + kAhead < count) in.pages.prefetch(keys[i + kAhead], kind, in.epoch);
       const PageId page = in.pages.find(keys[i], kind, in.epoch);
       const Standing stands = standing(page == kNoPage ? 0 : in.pages.residency(page), usable);
       if (stands.tier == kNoTier) {
@@ -1539,6 +1591,92 @@ uint64_t Index::held_pages() const {
   return impl_->locked([&] { return impl_->held_pages; });
 }
 
+// ---- courtesies ----------------------------------------------------------------------------------------------------
+
+void Index::keep_until(uint64_t lease_id, double now, double until) {
+  Impl& in = *impl_;
+  in.locked([&] {
+    const Lease& lease = in.live_lease(lease_id);
+    in.end_due_courtesies(now);
+    if (in.poisoned.load(std::memory_order_relaxed) || until <= now) return;
+    std::vector<PageId> ids, fresh;
+    ids.reserve(lease.pages());
+    for (const LeaseSpan& span : lease.spans) in.span_pages(span, 0, span.pages, &ids);
+    for (const LoosePin& pin : lease.loose) ids.push_back(pin.page);
+    std::erase_if(ids, [&](PageId page) { return in.pages.epoch(page) != in.epoch; });
+    in.courtesies.add(ids, until, &fresh);
+    for (const PageId page : fresh) {
+      in.add_page_pins(page, 1, false);
+      in.count_courtesy(page, 1);
+    }
+    for (int tier = 0; tier < kTiers; ++tier) {
+      const uint64_t most = in.courtesies_most(tier), here = in.courtesies_in[at(tier)];
+      if (here > most) in.end_oldest_courtesies(tier, here - most);
+    }
+    if (in.courtesies.size() > kMostCourtesies)
+      in.end_oldest_courtesies(kTiers, in.courtesies.size() - kMostCourtesies);
+  });
+}
+
+void Index::allow_courtesies(Tier tier, uint64_t pages) {
+  impl_->locked([&] { impl_->courtesies_allowed[at(tier)] = pages; });
+}
+
+uint32_t Index::spend(const Key* keys, uint32_t count, uint8_t kind, const uint8_t* rows) {
+  Impl& in = *impl_;
+  check_keys(keys, count);
+  return in.locked([&] {
+    uint32_t ended = 0;
+    if (in.courtesies.size() == 0) return ended;
+    for (uint32_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) in.pages.prefetch(keys[i + kAhead], kind, in.epoch);
+      if (rows[i] == 0) continue;
+      const PageId page = in.pages.find(keys[i], kind, in.epoch);
+      if (page == kNoPage || !in.courtesies.has(page)) continue;
+      in.end_courtesy(page);
+      ++ended;
+    }
+    return ended;
+  });
+}
+
+uint32_t Index::end_due_courtesies(double now) {
+  return impl_->locked([&] { return impl_->end_due_courtesies(now); });
+}
+
+void Index::end_courtesies() {
+  impl_->locked([&] { impl_->end_oldest_courtesies(kTiers, impl_->courtesies.size()); });
+}
+
+uint32_t Index::end_older_courtesies(Tier tier) {
+  Impl& in = *impl_;
+  return in.locked([&] {
+    const uint64_t here = in.courtesies_in[at(tier)];
+    return here == 0 ? 0u : in.end_oldest_courtesies(static_cast<int>(tier), here - here / 2);
+  });
+}
+
+bool Index::has_courtesy(const PageId* pages, size_t count) const {
+  return impl_->locked(
+      [&] { return std::any_of(pages, pages + count, [&](PageId page) { return impl_->courtesies.has(page); }); });
+}
+
+uint64_t Index::courtesies() const {
+  return impl_->locked([&] { return impl_->courtesies.size(); });
+}
+
+void Index::list_courtesies(std::vector<PageId>* pages, std::vector<double>* until) const {
+  pages->clear();
+  until->clear();
+  impl_->locked([&] {
+    impl_->courtesies.each([&](PageId page) {
+      pages->push_back(page);
+      until->push_back(impl_->courtesies.until(page));
+      return true;
+    });
+  });
+}
+
 // ---- claims --------------------------------------------------------------------------------------------------------
 
 void Index::Impl::claim_path(const int32_t* tokens, const Key* keys, uint32_t first_page, uint32_t total,
@@ -1686,7 +1824,7 @@ void Index::claim_leased(uint64_t lease_id, Tier tier, const uint8_t* rows, Clai
   });
 }
 
-void Index::claim_copies(uint64_t lease_id, Tier source, Tier target, uint32_t most, ClaimBatch* out) {
+void Index::claim_copies(uint64_t lease_id, Tier source, Tier target, uint32_t most, ClaimBatch* out, TierMask unless) {
   Impl& in = *impl_;
   const int from = static_cast<int>(source), to = static_cast<int>(target);
   Impl::reset(out, 0);
@@ -1695,9 +1833,11 @@ void Index::claim_copies(uint64_t lease_id, Tier source, Tier target, uint32_t m
     if (in.poisoned.load(std::memory_order_relaxed)) return;
     std::vector<PageId> ids;
     const auto look = [&](PageId page) {
-      if (ids.size() < most && in.pages.residency(page, from) == Residency::kResident &&
-          in.pages.residency(page, to) == Residency::kAbsent)
-        ids.push_back(page);
+      if (ids.size() >= most || in.pages.residency(page, from) != Residency::kResident ||
+          in.pages.residency(page, to) != Residency::kAbsent)
+        return;
+      const Standing elsewhere = standing(in.pages.residency(page), unless);
+      if (elsewhere.tier == kNoTier && !elsewhere.arriving) ids.push_back(page);
     };
     for (const LoosePin& pin : lease.loose) look(pin.page);
     std::vector<PageId> covered;
@@ -1709,6 +1849,7 @@ void Index::claim_copies(uint64_t lease_id, Tier source, Tier target, uint32_t m
     const size_t room = std::min<uint64_t>(ids.size(), in.slots[at(to)].claimable());
     Impl::reset(out, room);
     if (room < ids.size()) out->full_at = static_cast<uint32_t>(room);
+    out->lacking = static_cast<uint32_t>(ids.size() - room);
     in.seek_slots(mask(target), static_cast<uint32_t>(room));
     for (size_t i = 0; i < room; ++i) {
       in.claim_row(ids[i], mask(target), i, out);
@@ -2392,6 +2533,7 @@ uint64_t Index::bytes() const {
     uint64_t total = impl_->pages.bytes() + impl_->tree.bytes();
     for (const Rank& rank : impl_->ranks) total += rank.bytes();
     for (const Rank& rank : impl_->staying) total += rank.bytes();
+    total += impl_->courtesies.bytes();
     for (const SlotRanges& ranges : impl_->slots) total += ranges.capacity() + ranges.capacity() / 8;
     return total;
   });
@@ -2407,7 +2549,8 @@ std::string Index::check() const {
 
 std::string Index::Impl::check() {
   apply_touches();
-  for (const std::string& wrong : {check_records(), check_tree(), check_tiers(), check_pins(), check_holds()}) {
+  for (const std::string& wrong :
+       {check_records(), check_tree(), check_tiers(), check_pins(), check_holds(), check_courtesies()}) {
     if (!wrong.empty()) return wrong;
   }
   return "";
@@ -2593,8 +2736,29 @@ std::string Index::Impl::check_holds() const {
   return "";
 }
 
+std::string Index::Impl::check_courtesies() const {
+  const std::string wrong = courtesies.check();
+  if (!wrong.empty()) return wrong;
+  std::array<uint64_t, kTiers> found{};
+  std::string strange;
+  courtesies.each([&](PageId page) {
+    if (!pages.exists(page) || pages.epoch(page) != epoch) {
+      strange = "page " + std::to_string(page) + " has a courtesy, and is not of this epoch";
+      return false;
+    }
+    for (int tier = 0; tier < kTiers; ++tier) found[at(tier)] += pages.residency(page, tier) == Residency::kResident;
+    return true;
+  });
+  if (strange.empty() && found != courtesies_in) strange = "pages with a courtesy are miscounted";
+  return strange;
+}
+
 std::string Index::Impl::check_pins() const {
   std::unordered_map<PageId, uint32_t> loose;
+  courtesies.each([&](PageId page) {
+    ++loose[page];
+    return true;
+  });
   std::unordered_map<NodeId, std::array<uint32_t, kTiers>> pins;
   uint64_t live = 0;
   for (const Lease& lease : leases) {

@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.device",
     ),
     ("waker", "mover", "keeper", "stats", "events"),
-    ("lease", "pins", "seen", "health", "rates", "room", "rounds", "copies", "staging", "sequence", "store"),
+    ("lease", "pins", "seen", "health", "rates", "room", "rounds", "copies", "staging", "probes", "sequence", "store"),
     ("inspection", "verification", "removal"),  # tier directories without a store
     # what the command line shows of a configuration and of a machine
     (

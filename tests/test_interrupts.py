@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from interrupt_kit import Interrupter
-from stepwell import copies, lease, pins, room, staging, store
+from stepwell import copies, lease, pins, probes, room, staging, store
 from stepwell.clock import ManualClock
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, resume, wait_paused
 from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, assert_unpinned, assert_whole, chain
 
-MODULES = (store, copies, room, staging, lease, pins)
+MODULES = (store, copies, room, staging, lease, pins, probes)
 PAGES = 3
 PIN_SECONDS = 10.0
+PROBE_SECONDS = 10.0
 
 
 def keys_of(tokens: Tokens) -> np.ndarray:
@@ -50,6 +51,10 @@ def load_keys(rig: Rig, tokens: Tokens) -> None:
 
 def probe(rig: Rig, tokens: Tokens) -> None:
     rig.store.probe(keys_of(tokens), lease=0.0)
+
+
+def probe_with_lease(rig: Rig, tokens: Tokens) -> None:
+    rig.store.probe(keys_of(tokens), lease=PROBE_SECONDS)
 
 
 def evict(rig: Rig, tokens: Tokens) -> None:
@@ -117,6 +122,31 @@ def test_an_interrupted_look_up_or_load_returns_its_pins_and_claims(
         return tokens
 
     assert interrupt_everywhere(rig, prepare, call) > 5
+    assert rig.load(tokens) == PAGES
+
+
+@pytest.mark.parametrize("call", [probe_with_lease, load_keys])
+def test_what_a_probe_keeps_ends_in_its_time_however_probes_and_gets_are_interrupted(
+    open_rig: OpenRig, call: Callable[[Rig, Tokens], None]
+) -> None:
+    clock = ManualClock()
+    rig = open_rig(shared=VOLUME_BYTES, disk=VOLUME_BYTES, clock=clock)
+    tokens = chain(1, PAGES)
+    rig.save(tokens)
+    for nth in range(1, 10_000):
+        rig.store.evict(Tier.SHARED, PAGES)
+        rig.store.probe(keys_of(tokens), lease=PROBE_SECONDS, readahead=False)
+        interrupter = Interrupter(nth, MODULES)
+        interrupter.run(lambda: call(rig, tokens))
+        assert rig.store._copies.mover is not None
+        assert rig.store._copies.mover.drain(30.0)
+        assert rig.store.stats().probed_pages in (0, PAGES), interrupter.where
+        clock.advance(PROBE_SECONDS)
+        rig.round()
+        assert_nothing_is_left(rig)
+        if not interrupter.has_fired:
+            break
+    assert nth > 20
     assert rig.load(tokens) == PAGES
 
 

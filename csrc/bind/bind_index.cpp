@@ -199,7 +199,8 @@ void bind_index(nb::module_& module) {
       .def_prop_ro(
           "numbers", [](const ClaimBatch& self) { return view(self.numbers.data(), self.pages.size(), kTiers); },
           nb::rv_policy::reference_internal)
-      .def_ro("full_at", &ClaimBatch::full_at);
+      .def_ro("full_at", &ClaimBatch::full_at)
+      .def_ro("lacking", &ClaimBatch::lacking);
 
   nb::class_<Index> index(module, "Index",
                           "Tokens and keys -> pages; residency, slots, claims, pins, rank. See csrc/index.h.");
@@ -445,14 +446,15 @@ void bind_index(nb::module_& module) {
           Release())
       .def(
           "claim_copies",
-          [](Index& self, uint64_t lease, int source, int target, uint32_t most, TakenHandle* into) {
+          [](Index& self, uint64_t lease, int source, int target, uint32_t most, TakenHandle* into, int unless) {
             ClaimBatch out;
-            self.claim_copies(lease, to_tier(source), to_tier(target), most, &out);
+            self.claim_copies(lease, to_tier(source), to_tier(target), most, &out, to_mask(unless));
             if (into != nullptr) into->add(out);
             return out;
           },
           nb::arg("lease"), nb::arg("source"), nb::arg("target"), nb::arg("most"), nb::arg("into").none() = nb::none(),
-          Release(), "Claim in `target` what a lease covers in `source` and lacks there; one row a claimed page.")
+          nb::arg("unless") = 0, Release(),
+          "Claim in `target` what a lease covers in `source` and lacks there; one row a claimed page.")
       .def(
           "commit",
           [](Index& self, uint32_t page, int tier, uint32_t number) {
@@ -783,6 +785,46 @@ void bind_index(nb::module_& module) {
           "Return (parent rows, namespaces, epochs, first pages, pages, pages in and below, residents[n, tiers], edges "
           "in "
           "all, pages in all) of the edges with most below them.")
+      // ---- courtesies
+      .def("keep_until", &Index::keep_until, nb::arg("lease"), nb::arg("now"), nb::arg("until"), Release(),
+           "Keep a lease's pages for a probe until then, once each.")
+      .def(
+          "allow_courtesies",
+          [](Index& self, int tier, uint64_t pages) { self.allow_courtesies(to_tier(tier), pages); }, nb::arg("tier"),
+          nb::arg("pages"), Release(), "Say how many pages probes may keep in a tier.")
+      .def(
+          "spend",
+          [](Index& self, const Array2<uint8_t>& keys, uint8_t kind, const Array1<bool>& rows) {
+            check_same_length(keys.shape(0), rows.shape(0), "keys and rows differ in length");
+            if (self.courtesies() == 0) return uint32_t{0};
+            const std::vector<Key> list = to_keys(keys);
+            return self.spend(list.data(), static_cast<uint32_t>(list.size()), kind,
+                              reinterpret_cast<const uint8_t*>(rows.data()));
+          },
+          nb::arg("keys"), nb::arg("kind"), nb::arg("rows"), Release(),
+          "End what probes keep of the keys whose rows are true. Return how many.")
+      .def("end_due_courtesies", &Index::end_due_courtesies, nb::arg("now"), Release(),
+           "End what probes keep until now or before. Return how many pages.")
+      .def("end_courtesies", &Index::end_courtesies, Release(), "End all that probes keep.")
+      .def(
+          "end_older_courtesies", [](Index& self, int tier) { return self.end_older_courtesies(to_tier(tier)); },
+          nb::arg("tier"), Release(), "End the older half of what probes keep in a tier. Return how many pages.")
+      .def(
+          "has_courtesy",
+          [](const Index& self, const Array1<uint32_t>& pages) {
+            return self.has_courtesy(pages.data(), pages.shape(0));
+          },
+          nb::arg("pages"), Release(), "Say whether a probe keeps any of these pages.")
+      .def("courtesies", &Index::courtesies, "Return how many pages probes keep.")
+      .def(
+          "list_courtesies",
+          [](const Index& self) {
+            std::vector<PageId> pages;
+            std::vector<double> until;
+            self.list_courtesies(&pages, &until);
+            return std::pair(to_numpy(std::move(pages)), to_numpy(std::move(until)));
+          },
+          "Return (page ids u32[n], f64[n] until when) of what probes keep, the oldest first. For tests and tools.")
       .def("leases", &Index::leases)
       .def("bytes", &Index::bytes)
       .def("poison", &Index::poison)

@@ -283,20 +283,31 @@ class Copies:
         after = [each.core for each in staged if np.isin(each.pages, ids[rows]).any()]
         return ids, tiers, slots, Awaited(rows, numbers, after)
 
-    def read_ahead(self, match: Match) -> None:
-        """Start bringing a match's disk pages into memory, as far as there is room."""
-        if Tier.DISK not in match.tiers:
-            return
-        lease = match.lease_id()
-        ids, tiers, slots = match.locations()
-        whole = _plan_from(ids, tiers, slots)
-        with Taken(self._index) as taken:
-            if not self._claim_way_up(whole, lease, tiers, taken):
-                return
-            rows = np.flatnonzero((whole.roles == SINK).any(axis=1))
-            plan = Plan(whole.pages[rows], whole.roles[rows], whole.slots[rows], whole.numbers[rows])
-            taken.retain(lease)
-            self.submit(plan, pool=None, work_class=WorkClass.LOAD, lease=lease, unpin_pages=True, taken=taken)
+    def read_ahead(self, lease: int, target: Tier, most: int) -> tuple[list[tuple[_core.Transfer, U32]], int]:
+        """Start bringing up to `most` of a lease's disk pages into a tier, that no nearer one has or is getting.
+
+        Returns:
+            The transfers, with the pages of each, and how many pages found no room. No transfer where the mover's queue
+            has none.
+        """
+        begun: list[tuple[_core.Transfer, U32]] = []
+        nearer = self._room.readable & tier_mask(Tier.HOST, Tier.SHARED)
+        lacking = most
+        for is_first in (True, False):
+            with Taken(self._index) as taken:
+                batch = self._index.claim_copies(lease, Tier.DISK, target, lacking, into=taken, unless=nearer)
+                plan, lacking = _copy_plan(batch, Tier.DISK, target), batch.lacking
+                if plan.pages.size:
+                    transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, taken=taken)
+                    core = None if transfer is None else core_transfer(transfer)
+                    if core is None:
+                        return begun, 0
+                    begun.append((core, plan.pages))
+            if lacking and is_first:
+                self._room.make(target, lacking)
+            else:
+                break
+        return begun, lacking
 
     def write_used(self, match: Match) -> None:
         """Start writing a match's pages to disk that are in shared memory only: this is their second use.
@@ -315,7 +326,7 @@ class Copies:
         """Start writing up to `most` pages of a lease. Returns how many were claimed when the disk was full."""
         with Taken(self._index) as taken:
             batch = self._index.claim_copies(lease, Tier.SHARED, Tier.DISK, most, into=taken)
-            plan = _copy_plan(batch)
+            plan = _copy_plan(batch, Tier.SHARED, Tier.DISK)
             if plan.pages.size == 0:
                 return int(batch.full_at)
             transfer = self.submit(plan, pool=None, work_class=WorkClass.DEMOTE, unpin_pages=True, taken=taken)
@@ -581,11 +592,11 @@ def _plan_from(ids: U32, tiers: U8, slots: U32) -> Plan:
     return plan
 
 
-def _copy_plan(batch: _core.ClaimBatch) -> Plan:
-    """Plan the copies that Index.claim_copies() claimed, from shared memory to disk."""
-    rows = np.flatnonzero(batch.outcomes[:, Tier.DISK] == NEW)  # a page that is named twice is claimed once
+def _copy_plan(batch: _core.ClaimBatch, source: Tier, target: Tier) -> Plan:
+    """Plan the copies that Index.claim_copies() claimed."""
+    rows = np.flatnonzero(batch.outcomes[:, target] == NEW)  # a page that is named twice is claimed once
     plan = Plan.empty(batch.pages[rows])
-    plan.roles[:, Tier.SHARED], plan.roles[:, Tier.DISK] = SOURCE, SINK
+    plan.roles[:, source], plan.roles[:, target] = SOURCE, SINK
     plan.slots[:] = batch.slots[rows]
     plan.numbers[:] = batch.numbers[rows]
     return plan

@@ -158,6 +158,11 @@ class Room:
         present = max((self._index.counts(place.tier)["capacity"] for place in places), default=0)
         return min(int(fraction * most), int(_MOST_PINNED * present))
 
+    def most_pages(self, tier: Tier) -> int:
+        """Say how many pages a tier holds once it has grown; what it holds now where that is not known."""
+        place = self._tiers.get(tier)
+        return (0 if place is None else place.most_pages) or self._index.counts(tier)["capacity"]
+
     def medium(self, tier: Tier) -> _core.Medium | None:
         """Return what the mover copies from and to; None for a tier the store does not have, and for the device."""
         found = self._tiers.get(tier)

@@ -97,7 +97,7 @@ class Stats:
     `deadline` was expected to pass.
     failed_jobs: units of work that an exception ended (no memory, most likely).
     bytes are payload bytes. queued: units of work that wait. page_records, tree_edges, leases: the index's size.
-    pins, pinned_pages: pins by time that live, and pages that they cover.
+    pins, pinned_pages: pins by time that live, and pages that they cover. probed_pages: what leases of probes keep.
     held_back_pages, second_use_pages: with selective disk writes, pages saved to shared memory only, and pages written
     to disk because they were used a second time.
     neighbours: what is known and had of other processes' pages; those that are had are hits in the host tier.
@@ -125,6 +125,7 @@ class Stats:
     leases: int
     pins: int
     pinned_pages: int
+    probed_pages: int
     held_back_pages: int
     second_use_pages: int
     neighbours: NeighbourStats

@@ -54,6 +54,7 @@ from stepwell.mover import (
 )
 from stepwell.pins import Pinned, Pins
 from stepwell.pool import LentPool, PoolArray, PoolPointers, PoolSlice, lend
+from stepwell.probes import ProbeLeases
 from stepwell.rates import UNIT_BYTES, Flow, Rates, Within, as_within, foreign_lanes
 from stepwell.room import Room
 from stepwell.rounds import LEFT_BEHIND, Leaving, Round
@@ -79,8 +80,6 @@ _VERIFY_PAGES: Final = 64
 _GROWTH_SECONDS: Final = 2.0
 """What a save waits at most for memory that was not taken yet: rather that than evict, or refuse, beside free capacity.
 Measured: 64 MiB of tmpfs are taken in 20 ms."""
-_MOST_LEASES: Final = 4096
-"""Leases of probes at a time; with one more the oldest ends."""
 _POISONED: Final = (
     "an assertion of the core failed ({}): the store serves misses only. Close it, open another one, and report this"
 )
@@ -104,8 +103,8 @@ _RECORDS_AHEAD: Final = 8192
 class Probe:
     """How many leading keys are cached, and in which tier each of them is.
 
-    run: keys. tiers: uint8[run] of Tier. The pages stay pinned until the lease given to probe() has passed.
-    slow: keys behind these that are cached, and not offered: they would not be here in time.
+    run: keys. tiers: uint8[run] of Tier. slow: keys behind these that are cached, and not offered: they would not be
+    here in time.
     """
 
     run: int
@@ -167,13 +166,10 @@ class PageStore:
         self._index.set_epoch(self._epoch.number)
         self._counters = Counters()
         self._namespaces: dict[bytes | None, int] = {}
-        self._leases: list[tuple[float, Match]] = []  # of probes, the oldest first
         _core.guard_install()
         self._tiers: dict[Tier, PageTier] = {}
         self._health = Health(self._clock, _directories(config))
         self._room = room = Room(self._index, self._tiers, self._counters, health=self._health, clock=self._clock)
-        probes = weakref.WeakMethod(self._end_probes)
-        room.end_probes = lambda tier: (end := probes()) is not None and end(tier)
         self._has_said_poison = False
         self._failed_jobs = 0
         self._said_failure_at = float("-inf")
@@ -186,6 +182,11 @@ class PageStore:
             page_bytes=geometry.page_bytes,
             workers=(config.copy_threads, config.io_threads),
         )
+        self._probes = ProbeLeases(
+            self._index, self._room, self._copies, self._clock, queue_units=config.queue_units
+        )
+        end_for = weakref.WeakMethod(self._probes.end_for)
+        room.end_probes = lambda tier: (end := end_for()) is not None and end(tier)
         self._sequences: Sequences | None = None
         self._device: ManagedDevice | None = None
         self._slab: HostSlab | None = None  # the host tier, or what is to be one once a neighbour is there
@@ -215,6 +216,7 @@ class PageStore:
             rounds = {tier.name.lower(): self._rounds[tier].run for tier in _directories(config)}
             if self._neighbours is not None:
                 rounds[_NEIGHBOURS] = self._look_at_neighbours
+            self._probes.end_due()  # it has looked at the tiers then
             self._keeper = Keepers(self._tick_store, rounds, used=Tier.SHARED.name.lower())
             self._room.keeper = self._keeper
             self._look_once()
@@ -460,9 +462,14 @@ class PageStore:
 
         Args:
             keys: uint8[n, k] with k <= 64, or bytes of one length. kind: the kind byte.
-            lease: seconds for which the pages found stay pinned, so that a load_keys that follows finds them. It ends
-                before where a tier needs the room and has nothing else to give, the oldest lease first.
-            readahead: start bringing pages that are only on disk into shared memory at once.
+            lease: seconds for which the pages found stay where they are, so that a load_keys that follows finds them.
+                By key: asked for again, a page stays until the later end, as one that is asked for last; a load_keys
+                that delivers it, whoever asked, ends that. It also ends before its time where a tier needs the room and
+                has nothing else to give, where probes keep more than a quarter of a tier or 262,144 pages (what was
+                asked for longest ago first, of one run the last page first), and with the epoch.
+            readahead: start bringing pages that are only on disk into shared memory (or host memory) at once: up to an
+                eighth of it at a time, and what the mover's queue has room for. What was not begun when no lease keeps
+                them any more is dropped.
             within: what loading may take, in seconds or as Within: the run ends where that would take longer, behind
                 what is under way already and as fast as the tiers have been lately. What is cut off is a miss: nothing
                 of it is held, or read ahead.
@@ -476,25 +483,15 @@ class PageStore:
         lease = as_seconds("lease", lease)
         bound = None if within is None else as_within(within)
         match, slow = self._match_keys(checked, kind, is_staging=readahead, within=bound)
-        is_kept = False
-        try:
+        with match:
             _, tiers, _ = match.locations()
             pending = match.pending // self._page_tokens
             self._counters.looked_up(len(checked), match.tiers, match.miss, pending, slow=slow)
             self._copies.write_used(match)
-            if match.pages and readahead:
-                self._copies.read_ahead(match)
-            if match.pages and lease > 0:
-                with self._lock:
-                    self._leases.append((self._clock.monotonic() + lease, match))
-                    is_kept = True
-                    oldest = self._leases.pop(0)[1] if len(self._leases) > _MOST_LEASES else None
-                if oldest is not None:
-                    oldest.close()
-        finally:
-            if not is_kept:
-                match.close()
-        return Probe(match.pages, tiers, slow)
+            if readahead:
+                self._probes.read_ahead(match, is_leased=lease > 0)
+            self._probes.keep(match, lease)
+            return Probe(match.pages, tiers, slow)
 
     def _match_keys(
         self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool, within: Within | None = None
@@ -536,7 +533,7 @@ class PageStore:
         the thread at work, and `into` in use, until the call is over: give it a deadline.
 
         Args:
-            keys: as in probe. into: one slot a key.
+            keys: as in probe; those that come are kept for no probe any longer. into: one slot a key.
             deadline: seconds; when it has passed the call returns and no byte can land any more.
 
         Returns:
@@ -571,6 +568,7 @@ class PageStore:
             for first, transfer in running:
                 transfer.wait()
                 ok[first : first + transfer.pages] = transfer.ok
+        self._probes.spend(checked, kind, ok)
         return ok
 
     def save_keys(
@@ -784,7 +782,8 @@ class PageStore:
     def set_epoch(self, epoch: int | str) -> None:
         """Change the epoch of the weights: pages of any other are misses from now on, and leave first.
 
-        Running loads end as misses, queued saves are dropped, pins end; those of the same epoch, set again, live on.
+        Running loads end as misses, queued saves are dropped, pins and leases of probes end; those of the same epoch,
+        set again, live on.
         """
         self._use()
         number = epoch_number(epoch)
@@ -900,6 +899,7 @@ class PageStore:
             self._health.take_out(tier, "it is being reopened")
             self._share_states(mover)
             self._copies.cancel_tier(tier)
+            self._probes.end_in(tier)
             limit = time.monotonic() + self._config.close_timeout
             while self._is_in_use(tier) and time.monotonic() < limit:
                 time.sleep(_LOOK_AGAIN_SECONDS)
@@ -1021,6 +1021,7 @@ class PageStore:
                 second_use_pages=counters.second_use_pages,
                 pins=self._pins.count(),
                 pinned_pages=self._index.held_pages(),
+                probed_pages=self._index.courtesies(),
                 neighbours=NeighbourStats(**self._foreign.counts()) if self._foreign is not None else NeighbourStats(),
                 poisoned=False,
             )
@@ -1256,10 +1257,7 @@ class PageStore:
             mover.drain(timeout, True)
             self._copies.account()
             mover.drain_retired()
-        with self._lock:
-            held, self._leases = self._leases, []
-        for _, match in held:
-            match.close()
+        self._probes.end_all()
         self._pins.end_all()
         if self._neighbours is not None:
             self._neighbours.close()
@@ -1351,22 +1349,6 @@ class PageStore:
                 known = self._namespaces[seed] = self._index.open_namespace(seed)
         return known, seed
 
-    def _end_probes(self, tier: Tier) -> bool:
-        """End the older half of the probe leases that hold pages of a tier. False: there are none.
-
-        A lease by keys holds its pages in every tier: where none was found in this one, those found nearer may be what
-        keeps it full.
-        """
-        with self._lock:
-            leases = [match for _, match in self._leases]
-            holding = [match for match in leases if tier in match.tiers] or leases
-            ending = holding[: (len(holding) + 1) // 2]
-            chosen = set(map(id, ending))
-            self._leases = [each for each in self._leases if id(each[1]) not in chosen]
-        for match in ending:
-            match.close()
-        return bool(ending)
-
     # ---- the keeper's round ------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -1390,12 +1372,7 @@ class PageStore:
         Returns:
             False: there is nothing to do again before it is due.
         """
-        now = self._clock.monotonic()
-        with self._lock:
-            due = [match for at, match in self._leases if at <= now]
-            self._leases = [(at, match) for at, match in self._leases if at > now]
-        for match in due:
-            match.close()
+        self._probes.end_due()
         self._pins.end_due()
         self._copies.enforce_deadlines()
         mover = self._copies.mover

@@ -108,9 +108,9 @@ class Caller:
         self.running: list[Running] = []
         self.held: list[Held] = []
         self.pins: list[tuple[Pinned, list[bytes], float]] = []
-        self.probed: list[tuple[float, tuple[bytes, ...]]] = []
         self.expected: tuple[Step, Callable[[], None]] | None = None
         self.has_cancelled = False  # also what the store itself had begun
+        self.has_pressed = False  # for want of room, also what probes keep
         self.tally = Tally()
         self.tally.is_blind = self.tally.is_unsure = world.is_shared
         self.tally.has_failed = bool(found.damaged)
@@ -258,6 +258,7 @@ class Caller:
                 (key, tier) for key in now for tier in self.lasting if model.states(key)[tier] != now[key][tier]
             )
             step = world.leniently(step)
+        self.has_pressed |= step.room and not step.spares
         model.see(now, step)
         if world.is_shared:
             world.note(self.epoch, now)
@@ -398,19 +399,26 @@ class Caller:
     @property
     def soft(self) -> set[bytes]:
         """Pages that may stay although nobody has pinned them."""
-        return self.model.courtesies | self.model.carried
+        return self.model.courtesies.union(self.model.asked, self.model.carried)
 
-    def soften(self) -> None:
-        """Have the model know which pages stay as a courtesy: those that probes hold until their lease has passed, and
-        what they have begun to bring nearer has come."""
-        now, states = self.world.clock.monotonic(), self.model.states
-        self.probed = [
-            (at, keys) for at, keys in self.probed if at > now or any(ARRIVING in states(key) for key in keys)
-        ]
-        self.model.courtesies = {key for _, keys in self.probed for key in keys}
+    def kept(self) -> dict[bytes, float]:
+        """Say what probes keep, and until when: what was asked for longest ago first."""
+        ids, until = self.index.list_courtesies()
+        return {key: at for (key, *_), at in zip(self.index.labels(ids), until.tolist(), strict=True)}
+
+    def allowed(self) -> dict[int, int]:
+        """Say how many pages probes may keep in each tier: a quarter of it, and three of four of those there now."""
+        allowed = self.store._probes.allowed
+        return {
+            tier: min(allowed.get(Tier(tier), EVERYTHING), 3 * self.index.counts(tier)["capacity"] // 4)
+            for tier in self.tiers
+        }
 
     def check(self) -> None:
-        """Hold the slots of every tier to what the model says."""
+        """Hold what probes keep, and the slots of every tier, to what the model says."""
+        if self.model.asked or self.index.courtesies():
+            self.model.keep(self.kept(), may_end=self.has_pressed)
+        self.has_pressed = False
         others = self.strangers
         for tier in self.tiers:
             self.model.adds_up(tier, self.index.counts(tier), others=others)

@@ -17,10 +17,13 @@ with `BrokenPromise` what no rule allows. The promises, each with the place wher
        brings back nothing else.                                                                                crash
     9  A damaged page is found by who reads it, is quarantined, and is not offered again by this process.   find, see
     10 The page that leaves is the one used longest ago, and never before the pages that continue it; what
-       no match can reach leaves first, and what a probe has asked for may stay (courtesies).       _leave, _arrival
+       no match can reach leaves first.                                                             _leave, _arrival
     11 What is forgotten is in no tier afterwards, but for what is pinned; evict and clear take only what may
        leave (Step.named, operations.py).                                                                      _leave
     12 A page of another epoch is a miss, and pins end with their epoch.                                         turn
+    13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get has
+       brought it. It may end before where a tier needs the room and has nothing else to give, and does where probes
+       would keep more of a tier than they may: what was asked for longest ago first.              ask, deliver, _leave
 
 A page is used by every look-up that finds it, every save that names it, and every pin(). What a load delivers, and that
 no byte lands after its deadline or in memory that was given back, is held to in caller.py; it compares bytes. `world`
@@ -93,7 +96,7 @@ class Step:
     wanted: pages that may be brought somewhere. named: pages that the caller takes out himself. room: others may leave
     for them. lands: what is on its way may arrive. gives_up: it may be lost on the way. mends: quarantined slots may be
     freed. fails: calls on files fail, so that a page may be found unreadable. returns: pages that may appear, by tier,
-    for a volume was adopted.
+    for a volume was adopted. spares: what probes keep stays, whatever room is made.
     """
 
     wanted: Collection[bytes] = ()
@@ -104,6 +107,7 @@ class Step:
     mends: bool = False
     fails: bool = False
     returns: Mapping[bytes, Collection[int]] = field(default_factory=dict)
+    spares: bool = False
 
 
 NOTHING = Step()
@@ -132,7 +136,8 @@ class StoreModel:
         self.damages = 0
         self.quarantined = 0
         self.holds: dict[bytes, int] = {}  # last page of a pinned chain -> pins
-        self.courtesies: set[bytes] = set()  # pages that probes have asked for: they stay if that costs nobody anything
+        self.asked: dict[bytes, float] = {}  # pages that probes keep, until when: those asked for longest ago first
+        self.courtesies: set[bytes] = set()  # pages that stay if that costs nobody anything
         self.carried: set[bytes] = set()  # pages that the store brings nearer by itself: they stay until that has ended
 
     # ---- what can be asked -------------------------------------------------------------------------------------------
@@ -294,6 +299,37 @@ class StoreModel:
                 self._settle(key)
             self.forget_unknown(chain)
 
+    # ---- leases of probes --------------------------------------------------------------------------------------------
+
+    def ask(self, keys: Sequence[bytes], now: float, until: float, allowed: Mapping[int, int]) -> None:
+        """Keep the pages that a probe has found, until then (13). allowed: how many in each tier."""
+        if not keys or until <= now:
+            return
+        self.end_due(now)
+        for key in reversed(keys):  # the last page of a run is of no use without those before it
+            self.asked[key] = max(until, self.asked.pop(key, until))
+        for tier, most in allowed.items():
+            here = [key for key in self.asked if self.states(key)[tier] == RESIDENT]
+            for key in here[: max(0, len(here) - most)]:
+                del self.asked[key]
+
+    def deliver(self, keys: Iterable[bytes]) -> None:
+        """Keep pages no longer that a get has brought, whoever has asked for them."""
+        for key in keys:
+            self.asked.pop(key, None)
+
+    def end_due(self, now: float) -> None:
+        """Keep no longer what was kept until now."""
+        self.asked = {key: until for key, until in self.asked.items() if until > now}
+
+    def keep(self, kept: Mapping[bytes, float], *, may_end: bool) -> None:
+        """Take over what probes keep; refuse what differs. may_end: some may have ended before their time, for room."""
+        if may_end:
+            self.asked = {key: until for key, until in self.asked.items() if key in kept}
+        if list(kept.items()) != list(self.asked.items()):
+            shown = [[(name(key), until) for key, until in each.items()] for each in (kept, self.asked)]
+            raise BrokenPromise(f"probes keep {shown[0]}, the model says {shown[1]}")
+
     # ---- moves -------------------------------------------------------------------------------------------------------
 
     def see(self, now: Mapping[bytes, States], step: Step = NOTHING) -> None:
@@ -366,8 +402,10 @@ class StoreModel:
                 raise BrokenPromise(f"page {name(key)} left {Tier(tier)}, where it is pinned")
             if key not in step.named and not step.room:
                 raise BrokenPromise(f"page {name(key)} left {Tier(tier)}, and nobody made room ({step})")
+            if key in self.asked and step.spares:
+                raise BrokenPromise(f"page {name(key)} left {Tier(tier)}, where a probe keeps it ({step})")
         chosen = {key for key in gone if key not in step.named}
-        soft = self.courtesies.union(self.carried, last)
+        soft = self.courtesies.union(self.asked, self.carried, last)
         for key in self.order[tier] if self.is_ordered else ():
             if not chosen:
                 break
@@ -461,6 +499,7 @@ class StoreModel:
         self.damages = self.quarantined = 0
         self.counts = [[0] * len(Residency) for _ in range(TIERS)]
         self.holds.clear()
+        self.asked.clear()
         self.courtesies.clear()
         self.carried.clear()
 

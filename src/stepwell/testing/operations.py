@@ -314,13 +314,16 @@ class Operations:
         it.pins = [pin for pin in it.pins if pin[2] > now]
         for chain in ended:
             it.model.unhold(chain)
-        it.soften()
+        it.model.end_due(now)
+        it.model.courtesies.clear()
+        dropped = it.store._probes.dropped
         try:
             it.store.tick()
         except (StepwellError, OSError):
             if not self.world.is_failing:
                 raise
-        it.see(Step(room=True, mends=True, gives_up=True, returns=self.world.adoptable(it.epoch)))
+        it.has_cancelled |= it.store._probes.dropped > dropped
+        it.see(Step(room=True, mends=True, gives_up=True, returns=self.world.adoptable(it.epoch), spares=True))
         it.poll()
         self.world.check_budget()
         return True
@@ -329,7 +332,7 @@ class Operations:
 
     @operation(4, who=CALLERS, path=PATHS, space=SPACES, lease=(0.0, 1.0), readahead=(False, True))
     def probe(self, who: int, path: tuple[int, ...], space: int, lease: float, readahead: bool) -> bool:
-        """Ask for keys; those found stay for a while, if that costs nobody anything."""
+        """Ask for keys; those found stay for a while, unless their room is needed."""
         it, named = self.caller(who), prefix(path, space)
         expected = it.model.find(named.keys, it.usable)
         found = it.store.probe(named.rows, lease=lease, readahead=readahead)
@@ -342,11 +345,13 @@ class Operations:
         it.tally.looked_up(len(named.keys), found.tiers.tolist(), expected.miss, expected.pending)
         run = named.keys[: found.run]
         it.model.use_keys(run)
-        it.probed.append((self.world.clock.monotonic() + lease, run))
-        it.model.courtesies.update(run)
         if readahead:
             it.model.carried.update(run)
         it.see(Step(wanted=named.keys if it.world.is_shared else run, room=True))
+        now, kept = self.world.clock.monotonic(), it.kept()
+        # What ended for room has ended before this probe's pages were kept.
+        it.model.asked = {key: until for key, until in it.model.asked.items() if key in kept or until <= now}
+        it.model.ask(run, now, now + lease, it.allowed())
         return True
 
     @operation(3, who=CALLERS, path=PATHS, space=SPACES, first=(0, 0, 1, 2))
@@ -379,6 +384,7 @@ class Operations:
             if not came and was_kept and key not in damaged and not it.world.is_failing:
                 raise BrokenPromise(f"page {name(key)} is in {Tier(tier or 0)}, and did not come")
             it.counted["loaded"] += came
+        it.model.deliver(key for key, came in zip(keys, ok.tolist(), strict=True) if came)
         it.give_back(slots)
         return True
 
@@ -434,7 +440,7 @@ class Operations:
         it = self.caller(who)
         before = self.resident(it, tier)
         count = it.store.evict(Tier(tier), pages)
-        it.see(Step(room=True))
+        it.see(Step(room=True, spares=True))
         self.check_gone(it, count, {tier: before - self.resident(it, tier)})
         if count > pages:
             raise BrokenPromise(f"{count} pages left {Tier(tier)}, {pages} were to")
@@ -465,7 +471,8 @@ class Operations:
         dropped = [key for key in keys[keep:] if key in model.pages and not model.pages[key].holds]
         before = {tier: self.resident(it, tier) for tier in it.tiers}
         count = it.store.forget(named.tokens, namespace=named.namespace, keep=keep * PAGE_TOKENS)
-        it.see(Step(named=dropped))  # also those behind a gap: a save of what is missing would bring them back
+        # Also those behind a gap: a save of what is missing would bring them back.
+        it.see(Step(named=dropped, spares=True))
         self.check_gone(it, count, {tier: before[tier] - self.resident(it, tier) for tier in it.tiers})
         for key in dropped:
             states = model.states(key)
@@ -481,7 +488,7 @@ class Operations:
         """Drop every page that may leave."""
         it = self.caller(who)
         count = it.store.clear()
-        it.see(Step(room=True))
+        it.see(Step(room=True, spares=True))
         for tier in it.tiers if it.model.is_ordered else ():
             for key in it.model.order[tier]:
                 if not it.model.pages[key].is_pinned(tier) and key not in it.soft:
@@ -540,7 +547,6 @@ class Operations:
             if page is None or any(page.at[tier] not in (RESIDENT, ARRIVING) for tier in tiers):
                 raise BrokenPromise(f"page {name(key)} of epoch {epoch} is in {tiers}, and was not")
         it.appear()
-        it.model.courtesies.update(key for _, keys in it.probed for key in keys)  # leases end in a round
         for key, tiers in here.items():
             for tier in tiers:
                 if key in known and known[key].damaged[tier]:

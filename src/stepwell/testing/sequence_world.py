@@ -262,7 +262,7 @@ class DeviceCaller(Caller):
     def check_pins(self) -> None:
         """Hold the number of pinned pages of each tier to what is open, where nothing is under way that pins too."""
         is_moving = (
-            *(self.running, self.probed, self.model.carried, self.theirs._unlanded),
+            *(self.running, self.model.asked, self.model.carried, self.theirs._unlanded),
             *(each.it._promotions for each in self.sequences),
             *(each.epoch != self.epoch for each in self.sequences),
             *(each.epoch != self.epoch for each in self.held),
@@ -329,7 +329,7 @@ class DeviceCaller(Caller):
 
     def check_returned(self) -> None:
         """Where nothing is open or under way, nothing may be held. Requires: settle() has just been called."""
-        if self.sequences or self.running or self.held or self.probed or self.pins:
+        if self.sequences or self.running or self.held or self.model.asked or self.pins:
             return
         for tier in self.tiers:
             counts = self.index.counts(Tier(tier))

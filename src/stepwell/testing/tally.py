@@ -66,6 +66,7 @@ class Tally:
             "saved_pages": (found.saved_pages, self.saved),
             "refused_pages": (found.refused_pages, self.refused),
             "pins": (found.pins, len(it.pins)),
+            "probed_pages": (found.probed_pages, len(it.model.asked)),
             "pinned_pages": (found.pinned_pages, it.model.held_pages()),
             "failed_jobs, bus_faults, poisoned": ((found.failed_jobs, found.bus_faults, found.poisoned), (0, 0, False)),
             "all misses": (sum(found.misses.values()), sum(self.misses.values()) + self.undelivered),
@@ -92,7 +93,7 @@ class Tally:
             raise BrokenPromise(f"{found.rescued_pages} of {found.retried_pages} pages that were retried were rescued")
         if not it.world.shape.selective and (found.held_back_pages or found.second_use_pages):
             raise BrokenPromise(f"disk writes are not selective, and stats() says {found}")
-        if it.counts_all and found.leases and not (it.held or it.running or it.probed or found.queued):
+        if it.counts_all and found.leases and not (it.held or it.running or found.queued):
             raise BrokenPromise(f"nothing is open, and there are {found.leases} leases")
         for name, tier in found.tiers.items():
             counts = it.index.counts(Tier[name.upper()])

@@ -194,7 +194,7 @@ class World:
 
     def leniently(self, step: Step) -> Step:
         """Allow what may follow from calls that fail."""
-        return replace(step, gives_up=True, mends=True, room=True, fails=True)
+        return replace(step, gives_up=True, mends=True, room=True, fails=True, spares=False)
 
     def heal(self) -> None:
         """Have files serve again, and every tier with them; the model takes over what is left.
@@ -223,7 +223,6 @@ class World:
                 if more and not self.is_shared:
                     raise BrokenPromise(f"page {name(key)} is in {more} after files had failed, and was not")
             others = caller.model.others
-            caller.probed.clear()
             caller.begin_model()
             caller.model.others = others
             caller.appear()
