@@ -46,6 +46,7 @@ class Pair:
         self.private: list[tuple[int, int]] = []
         self.returning: list[tuple[int, int]] = []
         self.keys: set[tuple[bytes, int]] = set()
+        self.now = 0.0
         self.log: list[str] = []
         for tier, first, count in RANGES:
             self.index.add_slots(tier, first, count)
@@ -244,14 +245,41 @@ class Pair:
         lease, most = live[choose(len(live))], choose(4)
         source = choose(4)
         target = (source + 1 + choose(3)) % 4
-        want = self.model.copies_lacking(lease, source, target, most)
-        batch = self.index.claim_copies(lease, source, target, most)
+        unless = choose(16) if choose(2) else 0
+        want, lacking = self.model.copies_lacking(lease, source, target, most, unless)
+        batch = self.index.claim_copies(lease, source, target, most, unless=unless)
+        assert batch.lacking == lacking
         assert [self.name_of(int(page)) for page in batch.pages] == want
         assert batch.slots[:, source].tolist() == [self.model.pages[n].slot[source] for n in want]
         self.model.claim_copies(want, target, self.grant(batch))
         for page, number in zip(batch.pages.tolist(), batch.numbers[:, target].tolist(), strict=True):
             self.claims.append((page, target, number))
             self.pins.append(page)
+
+    def keep_until(self, choose: Choose) -> None:
+        live = [lease for lease in self.leases if lease in self.model.leases]
+        if live:
+            lease, until = live[choose(len(live))], self.now + choose(4)
+            self.index.keep_until(lease, self.now, until)
+            self.model.keep_until(lease, self.now, until)
+
+    def spend(self, choose: Choose) -> None:
+        keys, kind, _, _ = self.some_keys(choose)
+        rows = np.array([choose(3) > 0 for _ in keys], np.bool_)
+        assert self.index.spend(key_array(keys), kind, rows) == self.model.spend(keys, kind, rows.tolist())
+
+    def pass_time(self, choose: Choose) -> None:
+        self.now += choose(2)
+        assert self.index.end_due_courtesies(self.now) == self.model.end_due_courtesies(self.now)
+
+    def end_older_courtesies(self, choose: Choose) -> None:
+        tier = choose(4)
+        assert self.index.end_older_courtesies(tier) == self.model.end_older_courtesies(tier)
+
+    def allow_courtesies(self, choose: Choose) -> None:
+        tier, pages = choose(4), choose(6)
+        self.model.allowed[tier] = pages
+        self.index.allow_courtesies(tier, pages)
 
     def hold(self, choose: Choose) -> None:
         space, tokens, keys = self.chain(choose)
@@ -451,6 +479,7 @@ class Pair:
     STEPS = (
         match, match, match, match_keys, look, retain, release, release, release_all, shorten,
         claim_absent, claim_absent, claim_absent_keys, claim_leased, claim_copies, settle, settle, settle,
+        keep_until, keep_until, keep_until, spend, pass_time, end_older_courtesies, allow_courtesies,
         hold, hold, hold, unhold, unhold, unhold_all,
         commit_all, unpin, unpin_all, victims, take_victims, forget, free_slots, free_slots, quarantine,
         hand_out, take_private, free_private, publish, set_epoch, close_range,
@@ -479,6 +508,12 @@ class Pair:
         assert self.index.held_pages() == sum(page.holds > 0 for page in self.model.pages.values())
         for hold in self.holds:
             assert self.index.hold_extent(hold) == self.model.extent(hold)
+        kept, until = self.index.list_courtesies()
+        assert [(self.name_of(int(page)), at) for page, at in zip(kept, until.tolist(), strict=True)] == list(
+            self.model.courtesies.items()
+        )
+        assert self.index.courtesies() == len(self.model.courtesies)
+        assert all(self.index.has_courtesy(kept[place : place + 1]) for place in range(len(kept)))
         for key, kind in self.keys:
             assert self.index.state(key, kind) == self.model.state(key, kind)
         for lease, held in self.model.leases.items():
@@ -494,6 +529,8 @@ class Pair:
         """End everything; then nothing may be left but what is resident."""
         self.release_all(lambda n: 0)
         self.unhold_all(lambda n: 0)
+        self.index.end_courtesies()
+        self.model.end_due_courtesies(float("inf"))
         self.commit_all(lambda n: 0)
         self.unpin_all(lambda n: 0)
         for page, tier, number in self.claims:

@@ -186,6 +186,8 @@ class IndexModel:
         self.is_poisoned = False
         self.keeping: tuple[int, ...] = (2, 3)
         self.holds: dict[int, Hold] = {}
+        self.courtesies: dict[PageName, float] = {}  # until when; the oldest first
+        self.allowed = [1 << 62] * TIERS
 
     # ---- slots ---------------------------------------------------------------------------------
 
@@ -332,6 +334,8 @@ class IndexModel:
             return
         for hold in sorted(self.holds, key=lambda hold: hold & 0xFFFFFFFF):
             self._end_hold(hold)
+        for name in list(self.courtesies):
+            self._end_courtesy(name)
         self.epoch = epoch
         for slots in self.tiers:
             slots.rank.sort(key=lambda name: name.epoch == epoch)
@@ -520,6 +524,55 @@ class IndexModel:
         held = self.leases[lease]
         dropped, held.pins = held.pins[pages:], held.pins[:pages]
         self._unpin(held, dropped, len(held.pins))
+
+    # ---- courtesies ----------------------------------------------------------------------------
+
+    def keep_until(self, lease: int, now: float, until: float) -> None:
+        """Keep a lease's pages, once each, until the later end; where it is too much, the oldest go."""
+        self.end_due_courtesies(now)
+        if until <= now:
+            return
+        names = dict.fromkeys(name for name, _ in self.leases[lease].pins if name.epoch == self.epoch)
+        for name in reversed(names):
+            before = self.courtesies.pop(name, None)
+            self.pages[name].lease_pins += before is None
+            self.courtesies[name] = until if before is None else max(before, until)
+        for tier in range(TIERS):
+            here = self._kept_for_probes(tier)
+            most = min(self.allowed[tier], 3 * self.counts(tier)["capacity"] // 4)
+            for name in here[: max(0, len(here) - most)]:
+                self._end_courtesy(name)
+
+    def spend(self, keys: Sequence[bytes], kind: int, rows: Sequence[bool]) -> int:
+        """End the courtesies of the keys whose rows are true. Returns how many there were."""
+        named = {PageName(key, kind, self.epoch) for key, row in zip(keys, rows, strict=True) if row}
+        ended = [name for name in self.courtesies if name in named]
+        for name in ended:
+            self._end_courtesy(name)
+        return len(ended)
+
+    def end_due_courtesies(self, now: float) -> int:
+        """End those whose end has come. Returns how many."""
+        ended = [name for name, until in self.courtesies.items() if until <= now]
+        for name in ended:
+            self._end_courtesy(name)
+        return len(ended)
+
+    def end_older_courtesies(self, tier: int) -> int:
+        """End the older half of those in a tier. Returns how many."""
+        here = self._kept_for_probes(tier)
+        ended = here[: len(here) - len(here) // 2]
+        for name in ended:
+            self._end_courtesy(name)
+        return len(ended)
+
+    def _kept_for_probes(self, tier: int) -> list[PageName]:
+        return [name for name in self.courtesies if self.pages[name].residency[tier] == RESIDENT]
+
+    def _end_courtesy(self, name: PageName) -> None:
+        del self.courtesies[name]
+        self.pages[name].lease_pins -= 1
+        self._drop_if_dead(self.pages[name])
 
     # ---- holds ---------------------------------------------------------------------------------
 
@@ -728,13 +781,22 @@ class IndexModel:
                 full_at = row
         return Claimed(rows, full_at)
 
-    def copies_lacking(self, lease: int, source: int, target: int, most: int) -> list[PageName]:
-        """Name pages of a lease that are RESIDENT in `source` and ABSENT in `target`."""
+    def copies_lacking(
+        self, lease: int, source: int, target: int, most: int, unless: int
+    ) -> tuple[list[PageName], int]:
+        """Name pages of a lease that are RESIDENT in `source`, ABSENT in `target`, and that no tier of `unless` has or
+        is getting; and how many more there is no room for."""
         pages = [self.pages[name] for name, _ in self.leases[lease].pins]
+        nearer = [tier for tier in range(TIERS) if unless >> tier & 1]
         lacking = [
-            page.name for page in pages if page.residency[source] == RESIDENT and page.residency[target] == ABSENT
-        ]
-        return lacking[: min(most, self.tiers[target].claimable())]
+            page.name
+            for page in pages
+            if page.residency[source] == RESIDENT
+            and page.residency[target] == ABSENT
+            and not any(page.residency[tier] in (ARRIVING, RESIDENT, LEAVING) for tier in nearer)
+        ][:most]
+        room = min(len(lacking), self.tiers[target].claimable())
+        return lacking[:room], len(lacking) - room
 
     def claim_copies(self, names: Sequence[PageName], target: int, grant: GrantOf) -> None:
         """Claim pages in `target`."""
