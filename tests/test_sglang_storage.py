@@ -366,7 +366,7 @@ def test_clear_drops_what_is_kept_and_close_keeps_it(open_storage: Open) -> None
     assert storage.batch_exists(keys) == 0
     assert storage.batch_set_v1(keys, pages_of(pool, 0, 1)) == [False, False]
     again = open_storage(pool)
-    assert all(again.batch_get_v1(keys, pages_of(pool, 0, 1)))
+    assert again.batch_exists(keys) == 2
     again.clear()
     assert again.batch_exists(keys) == 0
 
@@ -379,3 +379,45 @@ def test_a_sidecar_that_is_registered_later_is_served(open_storage: Open) -> Non
     assert storage.batch_set_v2(one) == {PoolName.MAMBA: [False]}
     storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
     assert storage.batch_set_v2(one) == {PoolName.MAMBA: [True]}
+
+
+# ---- how long loading may take ------------------------------------------------------------------------------------
+
+
+def test_a_hit_is_offered_as_far_as_sglang_waits_for_it(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timeout is base + per_ki_token * tokens / 1024 (unified_radix_cache.py, _prefetch_timeout_check_linear_func)."""
+    pool = MHATokenToKVPoolHost("page_first", page_size=16)
+    for asked, seconds, per_page in (("prefetch-timeout", 1.0, 0.25 * 16 / 1024), (2.5, 2.5, 0.0)):
+        storage = open_storage(pool, load_bound=asked)
+        within = storage._members["kv"].bound.within()
+        assert (within.seconds, within.per_page) == (seconds, per_page)
+    assert open_storage(pool, load_bound=None)._members["kv"].bound.within() is None
+
+
+def test_what_computing_costs_is_learned_from_the_calls(adapter: Any) -> None:
+    now = [0.0]
+    cost = adapter.RecomputeCost(lambda: now[0])
+    bound = adapter.LoadBound("auto", prefetch=(1.0, 0.25), page_tokens=64, cost=cost)
+    assert bound.within() == bound.patience
+    for prompt in range(20):
+        keys = [f"{prompt} {page}".encode() for page in range(10)]
+        cost.missed(keys[2])
+        now[0] += 0.5
+        cost.missed(keys[2])  # asked again while the request waits: the first time counts
+        now[0] += 0.3 + (prompt % 2)  # every other one waited for something else
+        cost.kept(keys)
+        cost.kept(keys)
+    assert cost.seconds_per_page == pytest.approx(0.8 / 8)
+    assert (bound.within().seconds, bound.within().per_page) == (0.0, pytest.approx(0.25 * 64 / 1024))
+    for prompt in range(100):
+        cost.missed(f"{prompt}".encode())
+        now[0] += 0.001
+        cost.kept([f"{prompt}".encode()])
+    assert (bound.within().seconds, bound.within().per_page) == (0.0, pytest.approx(0.001))
+
+
+def test_questions_that_nothing_follows_are_forgotten(adapter: Any) -> None:
+    cost = adapter.RecomputeCost(lambda: 0.0)
+    for number in range(10_000):
+        cost.missed(number.to_bytes(4, "big"))
+    assert len(cost._asked) == 4096

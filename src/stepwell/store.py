@@ -859,8 +859,12 @@ class PageStore:
         return self._room.forget(name_space, checked, keep_pages, turning=self._turning)
 
     def clear(self) -> int:
-        """Drop every unpinned page from every tier; a pin()'s pages keep one copy. Returns copies dropped."""
+        """Drop every unpinned page from every tier; a pin()'s pages keep one copy. Returns copies dropped.
+
+        Leases of probes end: they are a courtesy to a load that was not asked for yet.
+        """
         self._use()
+        self._probes.end_all()
         return sum(self._room.evict(tier, self._index.counts(tier)["capacity"]) for tier in self._room.all_tiers)
 
     def reopen(self, tier: Tier) -> Reopened:

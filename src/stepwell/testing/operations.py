@@ -485,10 +485,13 @@ class Operations:
 
     @operation(0.3, who=CALLERS)
     def clear(self, who: int) -> bool:
-        """Drop every page that may leave."""
+        """Drop every page that may leave; what probes keep may."""
         it = self.caller(who)
+        dropped = it.store._probes.dropped
         count = it.store.clear()
-        it.see(Step(room=True, spares=True))
+        it.has_cancelled |= it.store._probes.dropped > dropped
+        it.model.asked.clear()
+        it.see(Step(room=True))
         for tier in it.tiers if it.model.is_ordered else ():
             for key in it.model.order[tier]:
                 if not it.model.pages[key].is_pinned(tier) and key not in it.soft:

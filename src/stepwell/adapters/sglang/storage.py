@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 import stepwell as sw
+from stepwell.adapters.sglang.bound import LoadBound, RecomputeCost
 from stepwell.adapters.sglang.identity import Identity, identity
 from stepwell.adapters.sglang.pools import HostPool, PoolPages, Whose, describe
 from stepwell.adapters.sglang.settings import SglangSettings, read_settings
@@ -73,6 +74,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self._is_open = False
         self._is_closed = False
         self._says = _Says()
+        self._cost = RecomputeCost(time.monotonic)
         self.registered_pools: dict[str, HostPool] = self._pools
         self._weights = weights_epoch()
         if self._settings.is_persistent and not (self._weights.is_watched or self._settings.adapter.weights_static):
@@ -123,7 +125,13 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             store.close()
             raise
         _LOG.info("host pool %s: %d pages of %d bytes, %s", name, pages.pages, pages.geometry.page_bytes, pages.form)
-        return _Member(name, pool, pages, store, lent, _Rows(pages, store), _Rows(pages, store))
+        bound = LoadBound(
+            self._settings.adapter.load_bound,
+            prefetch=self._prefetch,
+            page_tokens=pages.page_tokens if name == _KV else int(self._pools[_KV].page_size),
+            cost=self._cost,
+        )
+        return _Member(name, pool, pages, store, lent, bound, _Rows(pages, store), _Rows(pages, store))
 
     def _whose(self, name: str, pool: HostPool) -> Whose:
         """Say whose bytes a pool's are.
@@ -344,12 +352,17 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _probe(self, member: _Member, keys: npt.NDArray[np.uint8]) -> int:
         adapter = self._settings.adapter
-        return member.store.probe(keys, lease=adapter.lease, readahead=adapter.read_ahead).run
+        run = member.store.probe(
+            keys, lease=adapter.lease, readahead=adapter.read_ahead, within=member.bound.within()
+        ).run
+        if member.bound.learns and member.name == _KV and run < len(keys):
+            self._cost.missed(keys[run].tobytes())
+        return run
 
     def _deadline(self, member: _Member, count: int) -> float:
         """Return the seconds that a batch of pages may take: SGLang's own patience for as many tokens."""
-        base, per_ki_token = self._prefetch
-        return base + per_ki_token * count * member.pages.page_tokens / 1024
+        patience = member.bound.patience
+        return patience.seconds + patience.per_page * count
 
     def _get(self, member: _Member, keys: list[str], indices: torch.Tensor) -> list[bool]:
         slots = member.pages.slots(indices, len(keys))
@@ -369,6 +382,8 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self, member: _Member, keys: list[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None
     ) -> list[bool]:
         slots = member.pages.slots(indices, len(keys))
+        if member.bound.learns and member.name == _KV:
+            self._cost.kept([key.tobytes() for key in _as_keys(keys)])
         if member.lent is None:
             at = (slots * member.pages.page_tokens).tolist()
             return self._set_flat(member, keys, [member.pool.get_data_page(index, flat=True) for index in at])
@@ -432,6 +447,7 @@ class _Member:
     pages: PoolPages
     store: sw.PageStore
     lent: sw.LentPool | None
+    bound: LoadBound
     read_rows: _Rows
     write_rows: _Rows
 
