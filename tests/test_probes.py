@@ -141,14 +141,16 @@ def test_a_key_that_is_named_twice_is_kept_once(rig: Rig) -> None:
     assert_unpinned(rig.store)
 
 
-def test_what_is_kept_is_in_no_tier_taken_by_evict_clear_or_forget(open_rig: OpenRig) -> None:
+def test_what_is_kept_is_not_evicted_but_goes_with_forget_and_clear(open_rig: OpenRig) -> None:
     rig = open_rig(**SHARED_ONLY)
     rig.save(chain(1, 3))
     rig.store.probe(prefix_hashes(chain(1, 3), page_tokens=PAGE_TOKENS), lease=LONG)
     rig.save(chain(2, 3))
     assert rig.store.evict(Tier.SHARED, 3) == 3
-    assert (rig.store.clear(), rig.store.forget(chain(1, 3))) == (0, 0)
-    assert rig.load(chain(1, 3)) == 3
+    assert rig.store.forget(chain(1, 3), keep=PAGE_TOKENS) == 2
+    assert (rig.load(chain(1, 3)), rig.store.evict(Tier.SHARED, 3)) == (1, 0)
+    assert rig.store.clear() == 1
+    assert rig.load(chain(1, 3)) == 0
 
 
 def test_a_lease_without_end_ends_with_the_store(rig: Rig, clock: ManualClock) -> None:

@@ -385,7 +385,7 @@ def test_a_sidecar_that_is_registered_later_is_served(open_storage: Open) -> Non
 
 
 def test_a_hit_is_offered_as_far_as_sglang_waits_for_it(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its timeout is base + per_ki_token * tokens / 1024 (unified_radix_cache.py, _prefetch_timeout_check_linear_func)."""
+    """Its timeout is base + per_ki_token * tokens / 1024 (unified_radix_cache.py)."""
     pool = MHATokenToKVPoolHost("page_first", page_size=16)
     for asked, seconds, per_page in (("prefetch-timeout", 1.0, 0.25 * 16 / 1024), (2.5, 2.5, 0.0)):
         storage = open_storage(pool, load_bound=asked)

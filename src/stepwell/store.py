@@ -844,18 +844,21 @@ class PageStore:
     def forget(self, tokens: Tokens, *, namespace: Namespace | None = None, keep: int = 0) -> int:
         """Drop the pages of some tokens past the first `keep` tokens from every tier; pinned ones stay (match and pin).
 
-        Also those behind a page that is not cached, which no match finds until it is saved again.
+        Also those behind a page that is not cached, which no match finds until it is saved again. What probes keep of
+        them they keep no longer.
 
         Returns:
             Copies dropped, over all tiers.
         """
         self._use()
         checked = as_tokens(tokens)
-        name_space, _ = self._namespace(namespace)
+        name_space, seed = self._namespace(namespace)
         # A match grafts what only hashes know, so that a recovered chain can be named by its tokens.
         with Taken(self._index) as taken:
             self._index.match_and_pin(name_space, checked, self._room.readable, into=taken)
         keep_pages = -(-keep // self._page_tokens)
+        keys = hash_chain(checked, page_tokens=self._page_tokens, seed=seed)[keep_pages:]
+        self._probes.spend(keys, KIND_KV, np.ones(len(keys), dtype=np.bool_))
         return self._room.forget(name_space, checked, keep_pages, turning=self._turning)
 
     def clear(self) -> int:

@@ -470,6 +470,7 @@ class Operations:
         model.use_path(keys[: model.find(keys, it.usable).pages])
         dropped = [key for key in keys[keep:] if key in model.pages and not model.pages[key].holds]
         before = {tier: self.resident(it, tier) for tier in it.tiers}
+        model.deliver(keys[keep:])
         count = it.store.forget(named.tokens, namespace=named.namespace, keep=keep * PAGE_TOKENS)
         # Also those behind a gap: a save of what is missing would bring them back.
         it.see(Step(named=dropped, spares=True))
