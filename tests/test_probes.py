@@ -383,6 +383,28 @@ def test_a_probe_that_is_repeated_begins_no_copy_twice(open_rig: OpenRig) -> Non
     assert rig.pages(Tier.SHARED) == 8
 
 
+def test_what_is_on_its_way_to_another_tier_is_not_begun_again(open_rig: OpenRig) -> None:
+    rig = on_disk(open_rig, 8, host=HOST_PAGES * 4096, low_watermark=0.0)
+    capacity = rig.store.stats().tiers["shared"].capacity
+    others = keys_of(*range(1000, 1000 + capacity))
+    for first in range(0, capacity, 64):
+        save(rig, others[first : first + 64])
+    assert rig.pages(Tier.SHARED) == capacity
+    held = rig.store._index.match_keys_and_pin(others, 1, 1 << Tier.SHARED)
+    assert held.pages == capacity
+    with inject("mover.unit", "pause"):
+        rig.store.probe(keys_of(*range(8)), lease=0.0)
+        arriving = rig.store.stats().tiers
+        assert (arriving["host"].arriving, arriving["shared"].arriving) == (8, 0)
+        rig.store._index.release(held.lease)
+        rig.store.evict(Tier.SHARED, capacity)
+        rig.store.probe(keys_of(*range(8)), lease=0.0)
+        arriving = rig.store.stats().tiers
+        assert (arriving["host"].arriving, arriving["shared"].arriving) == (8, 0)
+    assert rig.store.flush()
+    assert (rig.pages(Tier.HOST), rig.pages(Tier.SHARED)) == (8, 0)
+
+
 def test_what_was_not_read_ahead_in_time_is_dropped(open_rig: OpenRig, clock: ManualClock) -> None:
     rig = on_disk(open_rig, 12, clock=clock, io_threads=1)
     with inject("mover.unit", "pause"):
