@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -133,6 +134,7 @@ class Index::Impl {
   Radix tree;
   std::array<Rank, kTiers> ranks;
   std::array<SlotRanges, kTiers> slots;
+  std::array<uint32_t, kTiers> next_owed{};                           // where take_owed() goes on
   std::array<std::array<uint64_t, kResidencies>, kTiers> in_state{};  // pages; kAbsent is not counted
   std::array<uint64_t, kTiers> page_pinned{};                         // RESIDENT pages with a page pin
   // ranked last of the pages of other epochs, which all leave first
@@ -238,11 +240,29 @@ class Index::Impl {
 
   uint32_t next_number(PageId page, int tier) { return ++pages.number(page, tier); }
 
+  // ARRIVING -> ABSENT.
+  Status abort(PageId page, int tier, uint32_t number, SlotUse use) {
+    return locked([&] {
+      if (!is_claimed(page, tier, number, Residency::kArriving)) return Status::kStale;
+      move(page, tier, Move::kAbort);
+      take_slot(page, tier, use);
+      drop_if_dead(page);
+      return Status::kOk;
+    });
+  }
+
   // LEAVING -> ABSENT; the slot stays out of use until free_slots().
   void leave(PageId page, int tier) {
     move(page, tier, Move::kFinish);
     take_slot(page, tier, SlotUse::kReturning);
     drop_if_dead(page);
+  }
+
+  // First and last slot of the range that starts at `first`.
+  std::pair<uint32_t, uint32_t> range_of(int tier, uint32_t first) const {
+    if (!slots[at(tier)].has_range(first))
+      throw std::invalid_argument("no slot range starts at " + std::to_string(first));
+    return {first, slots[at(tier)].last_of(first)};
   }
 
   // Unpinned RESIDENT pages of lowest rank become LEAVING under a new claim number: up to n, within one slot range or
@@ -252,10 +272,7 @@ class Index::Impl {
     apply_touches();
     uint32_t first_slot = 0, last_slot = UINT32_MAX;
     if (only_range != kNoSlot) {
-      if (!slots[at(tier)].has_range(only_range))
-        throw std::invalid_argument("no slot range starts at " + std::to_string(only_range));
-      first_slot = only_range;
-      last_slot = slots[at(tier)].last_of(only_range);
+      std::tie(first_slot, last_slot) = range_of(tier, only_range);
     }
     out->reserve(std::min<uint64_t>(n, ranks[at(tier)].size()));
     const auto choose_from = [&](const Rank& rank) {
@@ -1870,15 +1887,11 @@ Status Index::commit(PageId page, Tier tier, uint32_t number) {
 }
 
 Status Index::abort(PageId page, Tier tier, uint32_t number) {
-  Impl& in = *impl_;
-  const int t = static_cast<int>(tier);
-  return in.locked([&] {
-    if (!in.is_claimed(page, t, number, Residency::kArriving)) return Status::kStale;
-    in.move(page, t, Move::kAbort);
-    in.take_slot(page, t, SlotUse::kFree);
-    in.drop_if_dead(page);
-    return Status::kOk;
-  });
+  return impl_->abort(page, static_cast<int>(tier), number, SlotUse::kFree);
+}
+
+Status Index::abort_owed(PageId page, Tier tier, uint32_t number) {
+  return impl_->abort(page, static_cast<int>(tier), number, SlotUse::kOwed);
 }
 
 void Index::unpin_pages(const PageId* pages, size_t count) {
@@ -2008,6 +2021,43 @@ void give_back(SlotRanges* ranges, SlotUse from, const uint32_t* slots, size_t c
 
 void Index::free_slots(Tier tier, const uint32_t* slots, size_t count) {
   impl_->locked([&] { give_back(&impl_->slots[at(tier)], SlotUse::kReturning, slots, count, "on its way back"); });
+}
+
+void Index::owe_slots(Tier tier, const uint32_t* slots, size_t count) {
+  impl_->locked([&] {
+    SlotRanges& ranges = impl_->slots[at(tier)];
+    for (size_t i = 0; i < count; ++i) {
+      const SlotUse use = ranges.use(slots[i]);
+      if (use != SlotUse::kReturning && use != SlotUse::kFree)
+        throw std::invalid_argument("slot " + std::to_string(slots[i]) + " is neither on its way back nor free");
+    }
+    for (size_t i = 0; i < count; ++i) {
+      if (!ranges.take_at(slots[i], SlotUse::kOwed)) ranges.set_use(slots[i], SlotUse::kOwed);
+    }
+  });
+}
+
+void Index::take_owed(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* out) {
+  Impl& in = *impl_;
+  out->clear();
+  in.locked([&] {
+    SlotRanges& ranges = in.slots[at(tier)];
+    uint32_t& next = in.next_owed[at(tier)];
+    uint32_t first = 0, last = kNoSlot - 1;
+    if (only_range != kNoSlot) std::tie(first, last) = in.range_of(static_cast<int>(tier), only_range);
+    const auto most = static_cast<size_t>(std::min<uint64_t>(n, ranges.used(SlotUse::kOwed)));
+    out->reserve(most);
+    const uint32_t start = next < first || next > last ? first : next;
+    const auto take = [&](uint32_t from, uint32_t to) {
+      while (out->size() < most && (from = ranges.find_use(SlotUse::kOwed, from, to)) != kNoSlot) {
+        ranges.set_use(from, SlotUse::kReturning);
+        out->push_back(from);
+        next = ++from;
+      }
+    };
+    take(start, last);
+    if (start > first) take(first, start - 1);
+  });
 }
 
 bool Index::quarantine(PageId page, Tier tier, uint32_t slot) {
@@ -2426,7 +2476,8 @@ TierCounts Index::counts(Tier tier) const {
     out.resident = pages(Residency::kResident);
     out.quarantined = pages(Residency::kQuarantined);
     out.arriving = pages(Residency::kArriving) + ranges.used(SlotUse::kPrivate);
-    out.leaving = pages(Residency::kLeaving) + ranges.used(SlotUse::kReturning);
+    out.owed = ranges.used(SlotUse::kOwed);
+    out.leaving = pages(Residency::kLeaving) + ranges.used(SlotUse::kReturning) + out.owed;
     out.held = in.staying[t].size();
     out.pinned = in.page_pinned[t];
     for (const NodeId id : in.tree.pinned()) {
@@ -2655,15 +2706,13 @@ std::string Index::Impl::check_tiers() const {
       return name + ": quarantined pages are misplaced";
     if (pinned != page_pinned[at(t)]) return name + ": pinned pages are miscounted";
     const SlotRanges& ranges = slots[at(t)];
-    for (const SlotUse use : {SlotUse::kFree, SlotUse::kPage, SlotUse::kPrivate, SlotUse::kReturning}) {
+    uint64_t total = 0;
+    for (const SlotUse use : {SlotUse::kFree, SlotUse::kPage, SlotUse::kPrivate, SlotUse::kReturning, SlotUse::kOwed}) {
       if (ranges.count(use) != ranges.used(use)) return name + ": slots are miscounted";
+      total += ranges.used(use);
     }
     if (owned.size() != ranges.used(SlotUse::kPage)) return name + ": a slot is in use by no page";
-    if (ranges.free() + ranges.used(SlotUse::kPage) + ranges.used(SlotUse::kPrivate) +
-            ranges.used(SlotUse::kReturning) !=
-        ranges.capacity()) {
-      return name + ": capacity is not whole";
-    }
+    if (total != ranges.capacity()) return name + ": capacity is not whole";
     std::unordered_map<PageId, uint64_t> position;
     for (uint32_t page = ranks[at(t)].first(); page != Rank::kNone; page = ranks[at(t)].after(page)) {
       if (!pages.exists(page) || pages.residency(page, t) != Residency::kResident)

@@ -7,7 +7,7 @@
 //
 // Invariants, after every call (check() verifies them):
 //   I1  per tier: free + arriving + resident + leaving + quarantined = capacity (leaving includes slots on their way
-//       back, see finish()).
+//       back, see finish(), and those that are owed, see owe_slots()).
 //   I2  a slot belongs to at most one page, or to a private holder, or is free.
 //   I3  moves obey residency.h; a page pinned in a tier is RESIDENT there, but for one that a match was continued with
 //       (extend_match) while it was ARRIVING: that one may fail to come, and is then ABSENT and pinned.
@@ -71,6 +71,7 @@ struct TierCounts {
   uint64_t capacity = 0, free = 0, arriving = 0, resident = 0, leaving = 0, quarantined = 0;
   uint64_t pinned = 0;  // RESIDENT and not evictable because of a pin
   uint64_t held = 0;    // RESIDENT and not evictable because of a hold (pinned or not)
+  uint64_t owed = 0;    // of leaving: slots whose record could not be retired
 };
 
 struct HoldResult {
@@ -258,6 +259,8 @@ class Index {
   Status commit(PageId page, Tier tier, uint32_t number);
   // ARRIVING -> ABSENT; the slot is free again (its record was never published, or is odd).
   Status abort(PageId page, Tier tier, uint32_t number);
+  // The same where the record was published and could not be retired: the slot is owed.
+  Status abort_owed(PageId page, Tier tier, uint32_t number);
   void unpin_pages(const PageId* pages, size_t count);
   void labels(const PageId* pages, size_t count, Label* out) const;
 
@@ -273,6 +276,13 @@ class Index {
   Status finish(PageId page, Tier tier, uint32_t number);
   Status keep(PageId page, Tier tier, uint32_t number);  // LEAVING -> RESIDENT
   void free_slots(Tier tier, const uint32_t* slots, size_t count);
+  // For slots on their way back, and free ones of a closed range, whose record could not be retired: it may name the
+  // page before still, which a restart would find again. Nobody gets them until take_owed(). Refused whole where one is
+  // neither.
+  void owe_slots(Tier tier, const uint32_t* slots, size_t count);
+  // Up to n owed slots are on their way back again: in turn, so that one that is owed for ever keeps no other waiting.
+  // only_range: as in claim_victims(). Cost where there are any: a scan of the tier's slots.
+  void take_owed(Tier tier, uint32_t n, uint32_t only_range, std::vector<uint32_t>* slots);
   // RESIDENT -> QUARANTINED (a LEAVING page is kept first). False where it is neither.
   bool quarantine(PageId page, Tier tier, uint32_t slot);
   // Quarantined pages with pins 0, those first that were tried longest ago, each handed out once until mend().

@@ -200,6 +200,12 @@ struct Mover::Impl {
     (is_read ? read_errno : write_errno)[c].store(file::last_error(), std::memory_order_relaxed);
     (is_read ? read_errors : write_errors)[c].fetch_add(1, std::memory_order_release);
   }
+  // False: the record may name its page still, and a restart would find it: whose slot it is, is owed.
+  bool frees_record(uint32_t slot, int column) noexcept {
+    const Status status = media[static_cast<size_t>(column)]->retire(slot);
+    count(status, column, false);
+    return status == Status::kOk;
+  }
   void fail(Transfer& transfer, uint32_t page, int column, Status status);
   void fail_source(Transfer& transfer, uint32_t page, int column, Status status);
   bool find_second_source(Transfer& transfer, uint32_t page);
@@ -954,9 +960,15 @@ void Mover::Impl::settle_stage(Transfer& transfer, uint32_t page, int stage, Sta
     progress.settled |= bit;
     if (column != kPoolColumn) {
       const auto c = static_cast<size_t>(column);
-      if ((progress.published & bit) != 0) count(media[c]->retire(copy.slots[c]), column, false);
+      const bool is_free = (progress.published & bit) == 0 || frees_record(copy.slots[c], column);
       progress.published &= static_cast<ColumnMask>(~bit);
-      surely([&] { index->abort(copy.page, tier_of(column), copy.numbers[c]); });
+      surely([&] {
+        if (is_free) {
+          index->abort(copy.page, tier_of(column), copy.numbers[c]);
+        } else {
+          index->abort_owed(copy.page, tier_of(column), copy.numbers[c]);
+        }
+      });
       aborts.fetch_add(1, std::memory_order_relaxed);
     }
     const bool is_load = copy.roles[kPoolColumn] == Role::kSink;
@@ -987,8 +999,11 @@ void Mover::Impl::settle_source(Transfer& transfer, uint32_t page) noexcept {
       index->keep(copy.page, tier, copy.numbers[column]);
     } else if (index->finish(copy.page, tier, copy.numbers[column]) == Status::kOk) {
       // The record first: once the index has the slot, another page may be written there.
-      if (media[column] != nullptr) count(media[column]->retire(copy.slots[column]), static_cast<int>(column), false);
-      index->free_slots(tier, &copy.slots[column], 1);
+      if (media[column] == nullptr || frees_record(copy.slots[column], static_cast<int>(column))) {
+        index->free_slots(tier, &copy.slots[column], 1);
+      } else {
+        index->owe_slots(tier, &copy.slots[column], 1);
+      }
     }
   });
 }

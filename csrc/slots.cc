@@ -212,6 +212,20 @@ void SlotRanges::set_use(uint32_t slot, SlotUse use) noexcept {
   if (!range->closed) ++claimable_;
 }
 
+uint32_t SlotRanges::find_use(SlotUse use, uint32_t slot, uint32_t last) const noexcept {
+  for (const Range& range : ranges_) {
+    if (range.first > last) break;
+    const uint32_t end = range.first + range.map.size();
+    if (end <= slot) continue;
+    const auto from = range.uses.begin() + (slot > range.first ? slot - range.first : 0);
+    const auto found = std::find(from, range.uses.end(), use);
+    if (found == range.uses.end()) continue;
+    const uint32_t at = range.first + static_cast<uint32_t>(found - range.uses.begin());
+    return at <= last ? at : kNoSlot;
+  }
+  return kNoSlot;
+}
+
 void SlotRanges::take_back(uint32_t slot, SlotUse use) noexcept {
   Range* range = find(slot);
   range->map.take_at(slot - range->first);

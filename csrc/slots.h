@@ -44,6 +44,7 @@ enum class SlotUse : uint8_t {
   kPage = 1,       // a page's: arriving, resident, leaving or quarantined there
   kPrivate = 2,    // a private holder's
   kReturning = 3,  // no longer the page's; its record is being retired
+  kOwed = 4,       // no longer the page's; its record could not be retired, and may name the page still
 };
 
 // Invariant: a slot has exactly one use; free() counts kFree, in closed ranges too.
@@ -69,6 +70,8 @@ class SlotRanges {
   SlotUse use(uint32_t slot) const noexcept;
   // REQUIRES the slot exists. Setting kFree makes it free again.
   void set_use(uint32_t slot, SlotUse use) noexcept;
+  // The first slot from `slot` to `last` (inclusive) that is of this use; kNoSlot: none. Cost: a scan of the uses.
+  uint32_t find_use(SlotUse use, uint32_t slot, uint32_t last) const noexcept;
   // Undoes set_use(slot, kFree), in a closed range too.
   void take_back(uint32_t slot, SlotUse use) noexcept;
 
@@ -93,7 +96,7 @@ class SlotRanges {
 
   uint64_t capacity_ = 0;
   uint64_t claimable_ = 0;
-  std::array<uint64_t, 4> used_{};  // slots by use
+  std::array<uint64_t, 5> used_{};  // slots by use
   size_t current_ = 0;              // the range that takes come from
 };
 

@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "file.h"
+
 namespace stepwell {
 
 Victims::~Victims() {
@@ -18,6 +20,7 @@ void Victims::take(uint32_t n) {
   free();
   index_->take_victims(tier_, n, kNoSlot, &slots_);
   size_ = slots_.size();
+  owed_ = 0;
 }
 
 void Victims::take_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages) {
@@ -35,12 +38,30 @@ void Victims::take_chain(uint32_t name_space, const int32_t* tokens, uint64_t co
     if (index_->finish(victim.page, tier_, victim.number) == Status::kOk) slots_.push_back(victim.slot);
   }
   size_ = slots_.size();
+  owed_ = 0;
+}
+
+void Victims::take_owed(uint32_t n, uint32_t only_range) {
+  free();
+  index_->take_owed(tier_, n, only_range, &slots_);
+  size_ = slots_.size();
+  owed_ = 0;
 }
 
 size_t Victims::free() {
-  if (medium_ != nullptr) {
-    for (const uint32_t slot : slots_) medium_->retire(slot);
+  size_t retired = 0;
+  file::forget_error();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (medium_ == nullptr || medium_->retire(slots_[i]) == Status::kOk) std::swap(slots_[retired++], slots_[i]);
   }
+  // Owed before any is free: whatever the second call raises, none of these is.
+  const size_t owed = slots_.size() - retired;
+  if (owed > 0) {
+    error_ = file::last_error();
+    index_->owe_slots(tier_, slots_.data() + retired, owed);
+  }
+  owed_ += owed;
+  slots_.resize(retired);
   return free_with_records();
 }
 

@@ -1,7 +1,11 @@
 // Pages that have left a tier: out of the index, their slots not free yet.
 //
+//   taken out -> record retired -> free
+//             -> record cannot be written (EIO, ENOSPC) -> owed -> tried again -> free
+//
 // A slot is free only when the record of the page before is retired; in between no call of Python's has it alone, as
-// ctrl-C may end that call at any point.
+// ctrl-C may end that call at any point. Were it given back without, a restart would find the page again, one that was
+// forgotten too.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +16,13 @@
 
 namespace stepwell {
 
-// Invariant: each slot is freed once, by free(), free_with_records() or ~Victims().
+// Invariant: each slot is freed, or owed, once, by free(), free_with_records() or ~Victims().
 // Threads: one at a time.
 class Victims {
  public:
   // medium: null where pages have no records. REQUIRES that both outlive it.
   Victims(Index* index, Medium* medium, Tier tier) noexcept : index_(index), medium_(medium), tier_(tier) {}
-  // Frees what is left. Never throws.
+  // As free(), for what is left. Never throws.
   ~Victims();
   Victims(Victims&& other) noexcept = default;
   Victims(const Victims&) = delete;
@@ -30,10 +34,17 @@ class Victims {
   // Takes out the pages of a chain past its first keep_pages, as Index::claim_chain() chooses them, but for those that a
   // match wants again meanwhile.
   void take_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages);
+  // Takes up to n slots that are owed since a free() before; only_range: as in Index::take_owed().
+  void take_owed(uint32_t n, uint32_t only_range);
   // How many were taken out, freed since or not.
   size_t size() const noexcept { return size_; }
   bool empty() const noexcept { return slots_.empty(); }
-  // Retires the records, then frees the slots. Returns how many; none the second time.
+  // How many of them free() found to be owed.
+  size_t owed() const noexcept { return owed_; }
+  // errno of the last record that could not be retired; 0: none, or it is not known.
+  int error() const noexcept { return error_; }
+  // Retires the records, then frees the slots; those whose record cannot be retired are owed. Returns how many are free;
+  // none the second time.
   size_t free();
   // Frees the slots and leaves the records, so that a restart finds the pages again.
   size_t free_with_records();
@@ -44,6 +55,8 @@ class Victims {
   Tier tier_;
   std::vector<uint32_t> slots_;
   size_t size_ = 0;
+  size_t owed_ = 0;
+  int error_ = 0;
 };
 
 }  // namespace stepwell

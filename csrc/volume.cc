@@ -370,6 +370,10 @@ Status Volume::retire(uint32_t slot) noexcept {
   return append_ring(slot, generation + 1);
 }
 
+Status Volume::generation_of(uint32_t slot, uint64_t* generation) noexcept {
+  return slot < header_.slots ? load_generation(slot, generation) : Status::kInvalid;
+}
+
 Status Volume::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {
   if (slot >= header_.slots) return Status::kInvalid;
   if (Status status = retire(slot); status != Status::kOk) return status;

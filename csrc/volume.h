@@ -125,6 +125,8 @@ class Volume final : public Medium {
   Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
                       const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
+  // What the record of a slot says its generation is.
+  Status generation_of(uint32_t slot, uint64_t* generation) noexcept;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
   bool settles() const noexcept override { return durability_ == Durability::kPower; }
   void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept override;

@@ -249,6 +249,8 @@ def test_trying_a_full_read_only_tier_costs_no_page(open_rig: OpenRig) -> None:
         health = rig.store._health.of(Tier.DISK)
         assert (health.state, health.probes) == ("read-only", 5)
         assert rig.pages(Tier.DISK) == kept
+    clock.advance(MOST_PROBE_SECONDS)
+    rig.round()
 
 
 def test_a_store_whose_only_tier_is_read_only_knows_what_it_has(open_rig: OpenRig) -> None:

@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.neighbours",
         "tiers.lmdb_index",
         "tiers.lmdb_reader",
+        "tiers.debts",
         "tiers.volume_tier",
         "tiers.shared",
         "tiers.disk",
@@ -57,7 +58,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tiers.device",
     ),
     ("waker", "mover", "keeper", "stats", "events"),
-    ("lease", "pins", "seen", "health", "rates", "room", "rounds", "copies", "staging", "probes", "sequence", "store"),
+    ("lease", "pins", "seen", "health", "rates", "owed", "room", "rounds", "copies", "staging", "probes"),
+    ("sequence", "store"),
     ("inspection", "verification", "removal"),  # tier directories without a store
     # what the command line shows of a configuration and of a machine
     (

@@ -404,6 +404,22 @@ class Pair:
             with pytest.raises(ValueError, match="not on its way back"):
                 self.index.free_slots(tier, np.array(slots, np.uint32))
 
+    def owe_slots(self, choose: Choose) -> None:
+        tier = choose(4)
+        of = self.model.tiers[tier]
+        slots = sorted(of.returning)[: choose(4)]
+        if choose(4) == 0:  # one that is free, or a page's
+            slots.append(choose(4))
+        if self.model.owe_slots(tier, slots):
+            self.index.owe_slots(tier, np.array(slots, np.uint32))
+        else:
+            with pytest.raises(ValueError, match="neither on its way back nor free"):
+                self.index.owe_slots(tier, np.array(slots, np.uint32))
+
+    def take_owed(self, choose: Choose) -> None:
+        tier, n = choose(4), choose(4)
+        self.model.take_owed(tier, n, self.index.take_owed(tier, n).tolist())
+
     def quarantine(self, choose: Choose) -> None:
         tier = choose(4)
         there = sorted(p.name for p in self.model.pages.values() if p.residency[tier] != m.ABSENT)
@@ -481,8 +497,8 @@ class Pair:
         claim_absent, claim_absent, claim_absent_keys, claim_leased, claim_copies, settle, settle, settle,
         keep_until, keep_until, keep_until, spend, pass_time, end_older_courtesies, allow_courtesies,
         hold, hold, hold, unhold, unhold, unhold_all,
-        commit_all, unpin, unpin_all, victims, take_victims, forget, free_slots, free_slots, quarantine,
-        hand_out, take_private, free_private, publish, set_epoch, close_range,
+        commit_all, unpin, unpin_all, victims, take_victims, forget, free_slots, free_slots, owe_slots, take_owed,
+        quarantine, hand_out, take_private, free_private, publish, set_epoch, close_range,
     )  # fmt: skip
 
     def step(self, choose: Choose) -> None:
@@ -538,6 +554,7 @@ class Pair:
                 self.index.finish(page, tier, number) == _core.Status.ok
             )
         for tier in range(m.TIERS):
+            self.model.take_owed(tier, 1000, self.index.take_owed(tier, 1000).tolist())
             for slots, give in (
                 (self.model.tiers[tier].returning, "free_slots"),
                 (self.model.tiers[tier].private, "free_private"),

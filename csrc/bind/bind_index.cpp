@@ -538,6 +538,36 @@ void bind_index(nb::module_& module) {
           nb::arg("slots"), Release(),
           "Free the slots of victims, whose records stay: a restart finds the pages again.")
       .def(
+          "owe_slots",
+          [](Index& self, int tier, const Array1<uint32_t>& slots) {
+            self.owe_slots(to_tier(tier), slots.data(), slots.shape(0));
+          },
+          nb::arg("tier"), nb::arg("slots"), Release(),
+          "Keep slots that are on their way back, or free in a closed range, from everybody: their records could not "
+          "be "
+          "retired.")
+      .def(
+          "take_owed",
+          [](Index& self, int tier, uint32_t n, std::optional<uint32_t> only_range) {
+            std::vector<uint32_t> slots;
+            {
+              GilRelease release;
+              self.take_owed(to_tier(tier), n, only_range.value_or(kNoSlot), &slots);
+            }
+            return to_numpy(std::move(slots));
+          },
+          nb::arg("tier"), nb::arg("n"), nb::arg("only_range").none() = nb::none(),
+          "Take up to n slots that are owed, in turn; return them: retire, then free_slots() or owe_slots().")
+      .def(
+          "retry_owed",
+          [](Index& self, int tier, uint32_t n, Medium* medium) {
+            Victims victims(&self, medium, to_tier(tier));
+            victims.take_owed(n, kNoSlot);
+            return victims.free();
+          },
+          nb::arg("tier"), nb::arg("n"), nb::arg("medium"), Release(),
+          "Try again to retire the records of up to n slots that are owed. Return how many are free now.")
+      .def(
           "evict",
           [](Index& self, int tier, uint32_t n, Medium* medium) {
             Victims victims(&self, medium, to_tier(tier));
@@ -761,6 +791,7 @@ void bind_index(nb::module_& module) {
             out["quarantined"] = counts.quarantined;
             out["pinned"] = counts.pinned;
             out["held"] = counts.held;
+            out["owed"] = counts.owed;
             return out;
           },
           nb::arg("tier"))
@@ -833,11 +864,12 @@ void bind_index(nb::module_& module) {
 
   nb::class_<Victims>(module, "Victims",
                       "Slots of pages that have left a tier. Whatever ends the `with` block, their records are retired "
-                      "and they are free "
-                      "then. One thread at a time.")
+                      "and they are free then; those whose record cannot be retired are owed. One thread at a time.")
       .def_prop_ro("size", &Victims::size, "How many, freed since or not.")
+      .def_prop_ro("owed", &Victims::owed, "How many of them could not be freed: their records could not be retired.")
+      .def_prop_ro("error", &Victims::error, "errno of the last such record; 0: there is none, or it is not known.")
       .def("free", &Victims::free, Release(),
-           "Retire the records, then free the slots. Return how many; none the second time.")
+           "Retire the records, then free the slots. Return how many are free; none the second time.")
       .def(
           "__enter__", [](Victims& self) -> Victims& { return self; }, nb::rv_policy::reference)
       .def(

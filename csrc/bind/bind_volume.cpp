@@ -337,6 +337,19 @@ void bind_volumes(nb::module_& module) {
            "parent_states u8[n], depths u32[n], kinds u8[n], epochs u64[n], stamps u64[n], generations u64[n],\n"
            "other_epoch int, duplicate int, damaged int). Raises OSError where the records cannot be read.")
       .def(
+          "generations",
+          [](Volume& self, Array1<uint32_t> slots) {
+            std::vector<uint64_t> generations(slots.size());
+            {
+              const GilRelease release;
+              for (size_t i = 0; i < slots.size(); ++i) {
+                if (self.generation_of(slots.data()[i], &generations[i]) != Status::kOk) generations[i] = 0;
+              }
+            }
+            return to_numpy(std::move(generations));
+          },
+          nb::arg("slots"), "Return the generations of slots, u64[n]; 0 also where one cannot be read.")
+      .def(
           "write_recency",
           [](Volume& self, Array1<uint32_t> slots, Array1<uint64_t> stamps) {
             if (slots.size() != stamps.size()) throw nb::value_error("slots and stamps differ in length");

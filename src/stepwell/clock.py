@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from stepwell.errors import StepwellUsageError
+
+_LEAST_WAIT: Final = 1.0
+_MOST_WAIT: Final = 60.0
 
 
 def as_seconds(name: str, given: float) -> float:
@@ -46,6 +50,35 @@ class SystemClock:
     def wall_ns(self) -> int:
         """Return `time.time_ns()`."""
         return time.time_ns()
+
+
+@dataclass(slots=True)
+class Backoff:
+    """When something that fails is tried again: after 1, 2, 4, ... 60 seconds.
+
+    Threads: any; of two that report at once one counts.
+    """
+
+    wait: float = _LEAST_WAIT
+    due_at: float = float("-inf")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last try failed."""
+        return self.due_at > float("-inf")
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to try."""
+        return now >= self.due_at
+
+    def failed(self, now: float) -> None:
+        """Take it that a try failed."""
+        self.due_at = now + self.wait
+        self.wait = min(2 * self.wait, _MOST_WAIT)
+
+    def succeeded(self) -> None:
+        """Take it that a try worked, or that there is nothing to try any more."""
+        self.wait, self.due_at = _LEAST_WAIT, float("-inf")
 
 
 class ManualClock:

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell import _core
-from stepwell.clock import Clock, SystemClock
+from stepwell.clock import Backoff, Clock, SystemClock
 from stepwell.errors import StepwellError, StepwellUsageError
 from stepwell.health import Health, TierState, most_quarantined
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
 from stepwell.keeper import Keepers
 from stepwell.mover import Full
+from stepwell.owed import Owed
 from stepwell.seen import Seen
 from stepwell.stats import Counters
 from stepwell.tiers.base import PageTier
@@ -27,8 +28,6 @@ from stepwell.tiers.volume_tier import VolumeTier
 _MENDED_AT_ONCE: Final = 16
 _MEND_TRIES: Final = 6
 """Tries after which a slot that cannot be rewritten and read back is retired; with the waits below, 31 seconds."""
-_MEND_SECONDS: Final = 1.0
-_MOST_MEND_SECONDS: Final = 60.0
 _MOST_PINNED: Final = 0.75
 """Of the pages that a tier has room for now: what may be pinned where it cannot grow."""
 
@@ -38,8 +37,7 @@ class _Mending:
     """What mending a tier's slots came to. Written by who runs the tier's round."""
 
     failed: dict[int, int] = field(default_factory=dict)  # slot -> tries that failed
-    wait: float = _MEND_SECONDS
-    due_at: float = float("-inf")
+    tries: Backoff = field(default_factory=Backoff)
     retired: int = 0
 
 
@@ -66,6 +64,7 @@ class Room:
         self._clock = clock if clock is not None else SystemClock()
         self.health = health if health is not None else Health(self._clock, {})
         self._mending: dict[Tier, _Mending] = {tier: _Mending() for tier in Tier}
+        self.owed = Owed(index, self._clock)
         self.has_device = False
         self.has_staging = False
         """Whether host memory has slots for neighbours' pages."""
@@ -200,9 +199,20 @@ class Room:
     def _make_leave(self, tier: Tier, pages: int) -> None:
         """Evict until `pages` slots are free, and end leases of probes where that is not enough."""
         while (lacking := pages - self._index.claimable(tier)) > 0:
-            self.evict(tier, lacking)
-            if self._index.claimable(tier) >= pages or not self.end_probes(tier):
+            self._evict_for_room(tier, lacking)
+            if self._index.claimable(tier) >= pages or not self._ends_probes(tier, lacking):
                 return
+
+    def _ends_probes(self, tier: Tier, pages: int) -> bool:
+        """End some leases of probes, where that lets pages be evicted. False: there are none, or it would not."""
+        return self.owed.most_to_evict(tier, pages) == pages and self.end_probes(tier)
+
+    def _evict_for_room(self, tier: Tier, pages: int) -> None:
+        """Evict as evict() does, but not in vain: see Owed."""
+        while (most := self.owed.most_to_evict(tier, pages)) > 0:
+            if self.evict(tier, most) < most:
+                return
+            pages -= most
 
     def wake_keeper(self) -> None:
         """Ask for a round of the keeper, if there is one."""
@@ -268,6 +278,7 @@ class Room:
         self.health.observe_quarantine(tier, counts["quarantined"], counts["capacity"])
         if self.health.of(tier).state is not TierState.READ_ONLY:  # there each try would fail, and count as its last
             self.mend(tier)
+        self.owed.retry(tier, self.medium(tier))
         if self.health.is_due(tier):
             self.health.probed(tier, self.probe(tier))
         self._tick(tier, low, high)
@@ -283,7 +294,7 @@ class Room:
             low_pages = high_pages = 0
         else:
             return
-        self.evict(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
+        self._evict_for_room(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
@@ -311,17 +322,24 @@ class Room:
             return sum(self._free(tier, each) for tier, each in zip(tiers, victims, strict=True))
 
     def _free(self, tier: Tier, victims: _core.Victims) -> int:
-        """Let the slots of victims be given to other pages. Returns how many."""
-        gone = victims.free()
-        if gone:
-            self._counters.evicted(tier, gone)
-        return gone
+        """Let the slots of victims be given to other pages, but for those that are owed.
+
+        Returns:
+            How many pages went.
+        """
+        victims.free()
+        self.owed.note(tier, victims)
+        if victims.size:
+            self._counters.evicted(tier, victims.size)
+        return victims.size
 
     def full(self, tier: Tier, needed: int) -> Full:
         """Say with numbers that a tier is full."""
         counts = self._index.counts(tier)
         place = self._tiers.get(tier)
         why = self.health.of(tier).reason or (place.why_empty if isinstance(place, VolumeTier) else "")
+        if not why and counts["owed"]:
+            why = f"{counts['owed']} slots are out of use until the records of the pages before can be written"
         return Full(
             tier=tier.name.lower(),
             needed=needed,
@@ -348,7 +366,7 @@ class Room:
             return False
         mending = self._mending[tier]
         now = self._clock.monotonic()
-        if now < mending.due_at:
+        if not mending.tries.is_due(now):
             return True
         medium = self.medium(tier)
         has_failed = False
@@ -368,10 +386,9 @@ class Room:
                 mending.failed[slot] = tries
                 has_failed = True
         if has_failed:
-            mending.due_at = now + mending.wait
-            mending.wait = min(2 * mending.wait, _MOST_MEND_SECONDS)
+            mending.tries.failed(now)
         else:
-            mending.due_at, mending.wait = float("-inf"), _MEND_SECONDS
+            mending.tries.succeeded()
         return True
 
     def retired(self, tier: Tier) -> int:
@@ -403,14 +420,20 @@ class Room:
             status = medium.rewrite_and_check(int(slots[0]))
             self._index.free_private(tier, slots)
             return "" if status == _core.Status.ok else status.name
-        slots = self._index.take_victims(tier, 1)
+        slots = self._index.take_owed(tier, 1)
         if slots.size == 0:
-            return ""  # all is pinned: use will tell
+            slots = self._index.take_victims(tier, 1)
+            if slots.size == 0:
+                return ""  # all is pinned: use will tell
+            self._counters.evicted(tier, 1)
         status = medium.rewrite_and_check(int(slots[0]))
-        self._index.free_slots(tier, slots)
-        self._counters.evicted(tier, 1)
+        if status == _core.Status.ok:
+            self._index.free_slots(tier, slots)
+        else:  # its record may be as it was
+            self._index.owe_slots(tier, slots)
         return "" if status == _core.Status.ok else status.name
 
     def forget_mending(self, tier: Tier) -> None:
         """Take every slot of a tier for new: its volumes were attached anew."""
         self._mending[tier] = _Mending()
+        self.owed.forget(tier)

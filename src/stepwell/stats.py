@@ -27,6 +27,7 @@ class TierStats:
     """One tier, in pages (free + arriving + resident + leaving + quarantined = capacity) and bytes copied since open.
 
     pinned: resident pages that a lease or transfer holds. held: those whose last lasting copy a pin() keeps here.
+    owed: slots of `leaving` that stay out of use until the record of the page before can be written.
     bytes_read, bytes_written: payload.
     recovered: pages found again in volumes that were adopted. cold: what was not, by reason (docs/directories.md):
     volumes that could not be used, and for epoch, records and duplicate, pages that could not.
@@ -48,6 +49,7 @@ class TierStats:
     quarantined: int
     pinned: int
     held: int
+    owed: int
     bytes_read: int
     bytes_written: int
     state: str

@@ -923,7 +923,7 @@ class PageStore:
 
     def _is_in_use(self, tier: Tier) -> bool:
         counts = self._index.counts(tier)
-        return bool(counts["arriving"] or counts["leaving"] or counts["pinned"])
+        return bool(counts["arriving"] or counts["leaving"] - counts["owed"] or counts["pinned"])
 
     def verify(self) -> VerifyResult:
         """Read every page of host, shared and disk and check it; damaged ones are quarantined. Waits.
@@ -1398,9 +1398,10 @@ class PageStore:
         moved, now = mover.stats(), self._clock.monotonic()
         page_bytes = self._config.geometry.page_bytes
         for tier, each in list(self._rounds.items()):
-            reads, writes = moved["read_errors"][tier], moved["write_errors"][tier]
+            reads, writes = moved["read_errors"][tier], self._write_errors(tier, moved)
+            number = self._room.owed.take_errno(tier) or moved["write_errno"][tier]
             done = (moved["bytes_read"][tier] + moved["bytes_written"][tier]) // page_bytes
-            calls = Calls(done + reads + writes, reads, writes, moved["read_errno"][tier], moved["write_errno"][tier])
+            calls = Calls(done + reads + writes, reads, writes, moved["read_errno"][tier], number)
             self._health.observe_calls(tier, calls)
             self._health.observe_round(tier, each.seconds())
         for tier in self._health.observe_workers(mover.calls()):
@@ -1422,6 +1423,10 @@ class PageStore:
         """Tell the core which tiers a load may ask where its first source has failed."""
         mover.set_readable(self._room.readable)
 
+    def _write_errors(self, tier: Tier, moved: dict[str, list[int]]) -> int:
+        """Count the writes to a tier that failed: of pages, and of the records of those that left."""
+        return moved["write_errors"][tier] + self._room.owed.failures(tier)
+
     def _tier_stats(self, tier: Tier, moved: dict[str, list[int]], flow: Flow) -> TierStats:
         place = self._tiers.get(tier)
         recovered, cold = (place.recovered_pages, place.cold) if isinstance(place, VolumeTier) else (0, {})
@@ -1436,6 +1441,7 @@ class PageStore:
             quarantined=counts["quarantined"],
             pinned=counts["pinned"],
             held=counts["held"],
+            owed=counts["owed"],
             bytes_read=moved["bytes_read"][tier],
             bytes_written=moved["bytes_written"][tier],
             recovered=recovered,
@@ -1444,7 +1450,7 @@ class PageStore:
             reason=health.reason,
             trips=health.trips,
             read_errors=moved["read_errors"][tier],
-            write_errors=moved["write_errors"][tier],
+            write_errors=self._write_errors(tier, moved),
             retired=self._room.retired(tier),
             skipped=self._counters.skipped_pages.get(tier, 0),
             read_seconds=float(flow.reads[:, tier, 1].sum()) / 1e9,

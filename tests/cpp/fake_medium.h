@@ -77,7 +77,7 @@ class FakeMedium final : public Medium {
   }
 
   Stall before_read, before_finish, before_settle;
-  FailNth read_fails, begin_fails, finish_fails, settle_fails;
+  FailNth read_fails, begin_fails, finish_fails, settle_fails, retire_fails;
   std::atomic<bool> is_settling{false};      // settles() as a volume of durability `power`
   std::atomic<int> settled{0};               // calls of settle()
   std::atomic<int> yields{0};                // a slow medium: lets others run so many times before each call
@@ -144,6 +144,7 @@ class FakeMedium final : public Medium {
   Status retire(uint32_t slot) noexcept override {
     if (at_retire) at_retire();
     ++retires;
+    if (const Status status = retire_fails.pass(); status != Status::kOk) return status;
     states_[slot] = State::kFree;
     return Status::kOk;
   }

@@ -10,6 +10,7 @@
 #include "fake_medium.h"
 #include "fault.h"
 #include "mover.h"
+#include "victims.h"
 
 namespace stepwell {
 namespace {
@@ -867,6 +868,49 @@ TEST_CASE("the slot of a page that leaves is nobody's before its record is freed
   world.finish(world.submit(demote_spec(world, saved, kShared, kDisk)));
   CHECK(world.shared.retires == 1);
   CHECK(world.index.claimable(Tier::kShared) == claimable + 1);
+  world.check_settled();
+}
+
+TEST_CASE("the slot of a page that leaves is owed where its record cannot be freed") {
+  World world;
+  const auto saved = world.save(1, 2, tiers({kShared}));
+  const uint64_t free = world.index.counts(Tier::kShared).free;
+  world.shared.retire_fails.arm(1, Status::kIOError);
+  const auto transfer = world.finish(world.submit(demote_spec(world, saved, kShared, kDisk)));
+  CHECK(World::all(transfer, Status::kOk));
+  const TierCounts counts = world.index.counts(Tier::kShared);
+  CHECK(counts.free == free + 1);
+  CHECK(counts.leaving == 1);
+  CHECK(counts.owed == 1);
+  CHECK(world.shared.holding() == 1);
+  CHECK(world.mover->stats().io_errors == 1);
+  CHECK(world.index.check() == "");
+  Victims victims(&world.index, &world.shared, Tier::kShared);
+  victims.take_owed(8, kNoSlot);
+  CHECK(victims.free() == 1);
+  CHECK(world.shared.holding() == 0);
+  world.check_settled();
+}
+
+TEST_CASE("the slot of a page that was written and given up is owed where its record cannot be freed") {
+  World world;
+  const uint64_t free = world.index.counts(Tier::kShared).free;
+  TransferSpec spec = world.save_spec(1, 1, tiers({kShared}), nullptr);
+  fault::arm("mover.after_copy", fault::Action::kErrno, 1, 5);
+  world.shared.retire_fails.arm(1, Status::kIOError);
+  const auto transfer = world.finish(world.submit(std::move(spec)));
+  fault::clear();
+  CHECK(World::all(transfer, Status::kFailed));
+  const TierCounts counts = world.index.counts(Tier::kShared);
+  CHECK(counts.arriving == 0);
+  CHECK(counts.free == free - 1);
+  CHECK(counts.owed == 1);
+  CHECK(world.shared.holding() == 1);
+  CHECK(world.residency(1, kShared) == Residency::kAbsent);
+  CHECK(world.index.check() == "");
+  Victims victims(&world.index, &world.shared, Tier::kShared);
+  victims.take_owed(8, kNoSlot);
+  CHECK(victims.free() == 1);
   world.check_settled();
 }
 

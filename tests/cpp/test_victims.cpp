@@ -1,6 +1,7 @@
-// The slots of pages that leave a tier are freed once, each after its record.
+// The slots of pages that leave a tier are freed once, each after its record; one whose record stays is owed.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -27,11 +28,12 @@ class Records final : public Medium {
   Status retire(uint32_t slot) noexcept override {
     retired.push_back(slot);
     free_then = index_.counts(Tier::kShared).free;
-    return Status::kOk;
+    return std::count(stuck.begin(), stuck.end(), slot) > 0 ? Status::kIOError : Status::kOk;
   }
   Status rewrite_and_check(uint32_t, Scratch&) noexcept override { return Status::kInvalid; }
 
   std::vector<uint32_t> retired;
+  std::vector<uint32_t> stuck;  // slots whose record cannot be retired
   uint64_t free_then = 0;
 
  private:
@@ -63,7 +65,14 @@ struct World {
     CHECK(counts.free == free);
     CHECK(counts.leaving == leaving);
     CHECK(counts.resident == resident);
+    CHECK(counts.capacity == free + leaving + resident);
     CHECK(index.check() == "");
+  }
+  uint64_t owed() const { return index.counts(Tier::kShared).owed; }
+  std::vector<uint32_t> take_owed(uint32_t n, uint32_t only_range = kNoSlot) {
+    std::vector<uint32_t> slots;
+    index.take_owed(Tier::kShared, n, only_range, &slots);
+    return slots;
   }
 };
 
@@ -111,4 +120,80 @@ TEST_CASE("slots can be freed with their records") {
   CHECK(victims.free_with_records() == kPages);
   CHECK(world.records.retired.empty());
   world.check(kPages, 0, 0);
+}
+
+TEST_CASE("a slot whose record cannot be retired is owed, and is nobody's until it can") {
+  World world;
+  world.records.stuck = {1};
+  {
+    Victims victims = world.victims();
+    victims.take(kPages);
+    CHECK(victims.free() == 2);
+    CHECK(victims.size() == 3);
+    CHECK(victims.owed() == 1);
+    CHECK(victims.free() == 0);
+    CHECK(victims.owed() == 1);
+  }
+  world.check(2, 1, 0);
+  CHECK(world.owed() == 1);
+  CHECK(world.index.claimable(Tier::kShared) == 2);
+  const uint32_t slot = 1;
+  CHECK_THROWS(world.index.free_slots(Tier::kShared, &slot, 1));
+  Victims again = world.victims();
+  again.take_owed(8, kNoSlot);
+  CHECK(again.free() == 0);
+  CHECK(world.owed() == 1);
+  world.records.stuck.clear();
+  again.take_owed(8, kNoSlot);
+  CHECK(again.free() == 1);
+  world.check(kPages, 0, 0);
+}
+
+TEST_CASE("victims that nobody freed are owed when they are dropped and their records stay") {
+  World world;
+  world.records.stuck = {0, 1, 2};
+  {
+    Victims victims = world.victims();
+    victims.take(2);
+  }
+  world.check(0, 2, 1);
+  CHECK(world.owed() == 2);
+}
+
+TEST_CASE("owed slots are taken in turn, and of one range where one is named") {
+  World world;
+  world.index.add_slots(Tier::kShared, 1 << 20, 70);
+  world.records.stuck = {0, 1, 2};
+  Victims victims = world.victims();
+  victims.take(kPages);
+  CHECK(victims.free() == 0);
+  world.index.close_slots(Tier::kShared, 1 << 20);
+  const std::vector<uint32_t> far = {(1 << 20) + 66, (1 << 20) + 67};
+  world.index.owe_slots(Tier::kShared, far.data(), far.size());
+  CHECK(world.owed() == 5);
+  CHECK(world.index.drop_slots(Tier::kShared, 1 << 20) == 2);
+  const auto retry = [&](const std::vector<uint32_t>& slots) {
+    world.index.owe_slots(Tier::kShared, slots.data(), slots.size());
+    return slots;
+  };
+  CHECK(retry(world.take_owed(2)) == std::vector<uint32_t>{0, 1});
+  CHECK(retry(world.take_owed(2)) == std::vector<uint32_t>{2, far[0]});
+  CHECK(retry(world.take_owed(2)) == std::vector<uint32_t>{far[1], 0});
+  CHECK(retry(world.take_owed(8)) == std::vector<uint32_t>{1, 2, far[0], far[1], 0});
+  CHECK(retry(world.take_owed(8, 0)) == std::vector<uint32_t>{1, 2, 0});
+  CHECK_THROWS(world.take_owed(8, 7));
+  CHECK(world.take_owed(8, 1 << 20) == far);
+  world.index.free_slots(Tier::kShared, far.data(), far.size());
+  CHECK(world.index.drop_slots(Tier::kShared, 1 << 20) == 0);
+  world.check(0, 3, 0);
+}
+
+TEST_CASE("slots are owed all or none") {
+  World world;
+  Victims victims = world.victims();
+  victims.take(2);
+  const std::array<uint32_t, kPages> slots = {0, 1, 2};  // one of them is a page's still
+  CHECK_THROWS(world.index.owe_slots(Tier::kShared, slots.data(), slots.size()));
+  CHECK(world.owed() == 0);
+  world.check(0, 2, 1);
 }

@@ -91,7 +91,6 @@ class Caller:
         self.rows = np.zeros((POOL_SLOTS, self.page_bytes), np.uint8)
         self.counted = dict.fromkeys(("looked up", "hits", "saved", "loaded", "evicted", "quarantined"), 0)
         self.epoch = 0
-        self.ghosts: set[tuple[bytes, int]] = set()  # left while calls on files failed: their records may not know
         self.open(After({}, set()))
 
     # ---- the store ---------------------------------------------------------------------------------------------------
@@ -147,9 +146,8 @@ class Caller:
         for key, tiers in found.pages.items():
             if not tiers <= set(here.get(key, ())):
                 raise BrokenPromise(f"page {name(key)} was in {tiers} before, and is in {here.get(key)}")
-        may_return = self.ghosts | found.damaged
         for key, each in () if at_least else here.items():
-            more = [tier for tier in each if tier not in found.pages.get(key, ()) and (key, tier) not in may_return]
+            more = [tier for tier in each if tier not in found.pages.get(key, ()) and (key, tier) not in found.damaged]
             if more:
                 raise BrokenPromise(f"page {name(key)} is in {more} now, and was not before")
 
@@ -254,9 +252,6 @@ class Caller:
                 now[key] = became
         coming = [key for key in step.wanted if key in now and _begins(model.states(key), now[key])]
         if world.is_failing:
-            self.ghosts.update(
-                (key, tier) for key in now for tier in self.lasting if model.states(key)[tier] != now[key][tier]
-            )
             step = world.leniently(step)
         self.has_pressed |= step.room and not step.spares
         model.see(now, step)

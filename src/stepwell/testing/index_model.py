@@ -84,13 +84,14 @@ class Page:
 
 @dataclass(slots=True)
 class TierSlots:
-    """The slots of one tier. Invariant: each is free, private, returning, or one page's."""
+    """The slots of one tier. Invariant: each is free, private, returning, owed, or one page's."""
 
     ranges: dict[int, int] = field(default_factory=dict)  # first -> count
     closed: set[int] = field(default_factory=set)
     free: set[int] = field(default_factory=set)
     private: set[int] = field(default_factory=set)
     returning: set[int] = field(default_factory=set)
+    owed: set[int] = field(default_factory=set)  # their records could not be retired
     rank: list[PageName] = field(default_factory=list)  # first to leave first
     staying: list[PageName] = field(default_factory=list)  # last copies of held pages
 
@@ -224,10 +225,11 @@ class IndexModel:
             "free": len(slots.free),
             "arriving": by_residency[ARRIVING] + len(slots.private),
             "resident": by_residency[RESIDENT],
-            "leaving": by_residency[LEAVING] + len(slots.returning),
+            "leaving": by_residency[LEAVING] + len(slots.returning) + len(slots.owed),
             "quarantined": by_residency[QUARANTINED],
             "pinned": pinned,
             "held": len(slots.staying),
+            "owed": len(slots.owed),
         }
 
     # ---- moves, rank, records ------------------------------------------------------------------
@@ -920,6 +922,24 @@ class IndexModel:
         returning.difference_update(slots)
         self.tiers[tier].free.update(slots)
         return True
+
+    def owe_slots(self, tier: int, slots: Sequence[int]) -> bool:
+        """Keep slots that were on their way back, or free, from everybody, all or (False) none."""
+        of = self.tiers[tier]
+        if not (of.returning | of.free).issuperset(slots):
+            return False
+        of.returning.difference_update(slots)
+        of.free.difference_update(slots)
+        of.owed.update(slots)
+        return True
+
+    def take_owed(self, tier: int, n: int, slots: Sequence[int]) -> None:
+        """Put owed slots that the index chose on their way back."""
+        of = self.tiers[tier]
+        if len(slots) != min(n, len(of.owed)) or len(set(slots)) != len(slots) or not of.owed.issuperset(slots):
+            raise ModelError(f"of {len(of.owed)} owed slots {n} were asked for, and {slots} given")
+        of.owed.difference_update(slots)
+        of.returning.update(slots)
 
     def quarantine(self, name: PageName, tier: int) -> bool:
         """Take a page whose bytes are wrong out of use. False: it is not there."""

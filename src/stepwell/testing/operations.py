@@ -29,7 +29,10 @@ PATHS: Final = tuple(
     path for pages in range(1, MOST_PAGES + 1) for path in itertools.product(range(3 if pages < 4 else 2), repeat=pages)
 )
 """A tree of prompts: three branches a level, two from the fourth on, so that prefixes are shared and part."""
-POINTS: Final = ("file.pread", "file.pwrite", "file.reserve", "file.sync", "file.open", "file.unlink", "file.*")
+POINTS: Final = (
+    *("file.pread", "file.pwrite", "file.reserve", "file.sync", "file.open", "file.unlink", "file.*"),
+    "volume.retire",
+)
 SPACES: Final = (0, 0, 0, 1, 2)
 BELOW: Final = (1, 2, 3)
 CALLERS: Final = (0, 0, 0, 1)

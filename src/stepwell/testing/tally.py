@@ -99,7 +99,7 @@ class Tally:
             counts = it.index.counts(Tier[name.upper()])
             if {each: getattr(tier, each) for each in counts} != counts:
                 raise BrokenPromise(f"{tier} is said of {name}, of which the index says {counts}")
-            trouble = tier.trips, tier.read_errors, tier.write_errors, tier.retired, tier.skipped
+            trouble = tier.trips, tier.read_errors, tier.write_errors, tier.retired, tier.skipped, tier.owed
             if not self.has_failed and (tier.state != "serving" or any(trouble)):
                 raise BrokenPromise(f"{name} has not failed, and stats() says {tier}")
 

@@ -199,7 +199,7 @@ class World:
     def heal(self) -> None:
         """Have files serve again, and every tier with them; the model takes over what is left.
 
-        Nothing may be there that was not, and nobody may be out of service for good.
+        Nothing may be there that was not, and neither a tier nor a slot may be out of service for good.
         """
         _core.fault_clear()
         for caller in self.callers:
@@ -211,15 +211,15 @@ class World:
             for _ in range(_MOST_ROUNDS):
                 self.clock.advance(_BETWEEN_TRIES)
                 caller.store.tick()
-                if all(tier.state == "serving" for tier in caller.store.stats().tiers.values()):
+                if all(tier.state == "serving" and not tier.owed for tier in caller.store.stats().tiers.values()):
                     break
             else:
-                raise BrokenPromise(f"a tier does not serve again: {caller.store.stats().tiers}")
+                raise BrokenPromise(f"a tier does not serve again, or a slot: {caller.store.stats().tiers}")
             caller.settle()
             here = caller.dump()
             damaged = {key: caller.model.damaged_in(key) for key in before}
             for key, tiers in here.items():
-                more = [tier for tier in tiers - before.get(key, set()) if (key, tier) not in caller.ghosts]
+                more = tiers - before.get(key, set())
                 if more and not self.is_shared:
                     raise BrokenPromise(f"page {name(key)} is in {more} after files had failed, and was not")
             others = caller.model.others

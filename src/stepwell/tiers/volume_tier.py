@@ -24,6 +24,7 @@ from stepwell.config import DiskTier, SharedTier, floor_bytes, parse_size, volum
 from stepwell.errors import BudgetError, StepwellError, TierIOError, VolumeBusyError, VolumeError
 from stepwell.index import Index, Tier
 from stepwell.tiers.base import Recovered
+from stepwell.tiers.debts import Debts
 from stepwell.tiers.directory import CoreHeaders, DirectoryConfig, HeldVolume, Machine
 from stepwell.tiers.directory import Full as DirectoryFull
 from stepwell.tiers.volumes import KEEPER_LOCK_SECONDS, TierDirectory
@@ -32,6 +33,7 @@ _LOG = logging.getLogger("stepwell")
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 SLOT_BITS: Final = 20
+_OK: Final = _core.Status.ok.value
 LEAST_SAMPLED: Final = 4
 MOST_SAMPLED: Final = 8
 """Pages of an adopted volume that are read before it is taken for mixed up; the first one that is right ends it."""
@@ -107,6 +109,7 @@ class VolumeTier:
         self._set = _core.VolumeSet(tier is Tier.DISK, durable=self._is_durable)
         self._wants_direct_io = isinstance(config, DiskTier) and config.direct_io
         self._members: dict[int, Member] = {}
+        self._debts = Debts()
         self._stop = _core.StopFlag()
         self._recovered_pages = 0
         self._full_at: float | None = None  # there was no room for another volume then; None: there may be
@@ -228,7 +231,7 @@ class VolumeTier:
             for member in self.members:  # the store may go on without this tier, and open it again
                 index.close_slots(self._tier, member.base)
                 index.free_slots(self._tier, index.take_victims(self._tier, member.count, member.base, even_held=True))
-                index.drop_slots(self._tier, member.base)
+                self._drop_slots(member, index)
             self.close(index)
             raise
         self._is_open = True
@@ -253,7 +256,7 @@ class VolumeTier:
 
     def _reopen(self, index: Index) -> Recovered:
         counts = index.counts(self._tier)
-        kept = counts["pinned"] + counts["arriving"] + counts["leaving"]
+        kept = counts["pinned"] + counts["arriving"] + counts["leaving"] - counts["owed"]
         if kept:
             raise VolumeBusyError(self._busy(kept))
         self._stamp_recency_now(index)
@@ -266,15 +269,16 @@ class VolumeTier:
         pages, slots, numbers = index.claim_quarantined(
             self._tier, sum(member.count for member in self._members.values()), even_retired=True
         )
-        self._set_aside(index, pages, slots, numbers)
+        damaged = self._set_aside(index, pages, slots, numbers)
         for number, member in list(self._members.items()):
-            left = index.drop_slots(self._tier, member.base)
+            left = self._drop_slots(member, index)
             kept += left
             if not left:
                 self._let_go(number)
         if kept:
             for number, member in self._members.items():
-                member.volume.retire(taken[number] - np.uint32(member.base))  # as in _stay()
+                freed = np.concatenate([taken[number], damaged[damaged >> SLOT_BITS == number]])
+                self._retire_free(member, freed - np.uint32(member.base), index)  # as in _stay()
                 index.open_slots(self._tier, member.base)
             raise VolumeBusyError(self._busy(kept))
         self.close(index)
@@ -296,12 +300,45 @@ class VolumeTier:
         pages: npt.NDArray[np.uint32],
         slots: npt.NDArray[np.uint32],
         numbers: npt.NDArray[np.uint32],
-    ) -> None:
-        """Free quarantined slots, and their records, as far as those can be written: damage is not recovered."""
-        self._set.retire(slots)
+    ) -> U32:
+        """Free quarantined slots, and their records, as far as those can be written: damage is not recovered.
+
+        Returns:
+            Slots whose record stays. Recovered, their pages are verified when they are read.
+        """
+        stays: npt.NDArray[np.bool_] = self._set.retire(slots) != _OK
         for page, number in zip(pages.tolist(), numbers.tolist(), strict=True):
             index.mend(page, self._tier, number, True)
         index.free_slots(self._tier, slots)
+        return np.ascontiguousarray(slots[stays])
+
+    def _retire_free(self, member: Member, slots: U32, index: Index) -> None:
+        """Retire the records of slots of a member that are free, numbered within it.
+
+        Requires: its range is closed.
+        """
+        stay = slots[member.volume.retire(slots) != _OK]
+        index.owe_slots(self._tier, stay + np.uint32(member.base))
+
+    def _drop_slots(self, member: Member, index: Index) -> int:
+        """Take a closed range of slots out of the index, with a last try at the records of those that are owed.
+
+        Returns:
+            How many of its slots are in use still: 0 where it is out.
+        """
+        used = index.drop_slots(self._tier, member.base)
+        if not used:
+            return 0
+        owed = index.take_owed(self._tier, member.count, member.base)
+        if owed.size < used:
+            index.owe_slots(self._tier, owed)
+            return used
+        if not member.is_lost:  # else they are another's to write
+            slots = owed - np.uint32(member.base)
+            stay = slots[member.volume.retire(slots) != _OK]
+            self._debts.note(member.held.volume_id, member.volume, stay)
+        index.free_slots(self._tier, owed)
+        return index.drop_slots(self._tier, member.base)
 
     def _let_go(self, number: int) -> None:
         held = self._members[number].held
@@ -420,6 +457,7 @@ class VolumeTier:
             closing.callback(self._directory.close)
             for number in self._members:
                 closing.callback(self._detach, number)
+            index.retry_owed(self._tier, index.counts(self._tier)["owed"], self._set)  # the last try
 
     def _stamp_recency_now(self, index: Index) -> None:
         self._recency_at = float("-inf")
@@ -594,26 +632,28 @@ class VolumeTier:
             None where the pages are not those of the records: the index has nothing of it then.
         """
         (
-            slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps, _,
-            other_epoch, duplicate, damaged,
+            slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps,
+            generations, other_epoch, duplicate, damaged,
         ) = member.volume.recover(self._epoch)  # fmt: skip
         if not self._has_its_pages(member.volume, slots, keys, key_lengths, kinds):
             return None
+        has_left = self._debts.among(member.held.volume_id, slots, generations)
+        stays = ~has_left
         accepted = index.recover(
             self._tier,
-            slots + np.uint32(member.base),
-            keys,
-            key_lengths,
-            parents,
-            parent_lengths,
-            parent_states,
-            depths,
-            kinds,
-            epochs,
-            stamps,
+            slots[stays] + np.uint32(member.base),
+            keys[stays],
+            key_lengths[stays],
+            parents[stays],
+            parent_lengths[stays],
+            parent_states[stays],
+            depths[stays],
+            kinds[stays],
+            epochs[stays],
+            stamps[stays],
         )
-        refused = slots[accepted == 0]
-        member.volume.retire(np.ascontiguousarray(refused))
+        refused = slots[stays][accepted == 0]
+        self._retire_free(member, np.concatenate([slots[has_left], refused]), index)
         duplicate += int(refused.size)
         for reason, count, text in (
             ("epoch", other_epoch, f"{other_epoch} pages are of another epoch than {self._epoch}; freed"),
@@ -657,6 +697,7 @@ class VolumeTier:
         member.is_leaving, member.leaving_since = True, self._clock.monotonic()
         member.is_lost = True  # what pins keep in it is another's to overwrite
         index.close_slots(self._tier, member.base)
+        index.free_slots(self._tier, index.take_owed(self._tier, member.count, member.base))
 
     def _begin_anew_if_removed(self, index: Index) -> None:
         """Where somebody removed the whole directory (a cleaner of old files), go on in a new one, empty.
@@ -738,7 +779,7 @@ class VolumeTier:
                 member.is_leaving = member.is_wanted = False
                 left, member.left = member.left, []
                 for slots in left:  # what was forgotten from now on must not be found there again
-                    member.volume.retire(slots - np.uint32(member.base))
+                    self._retire_free(member, slots - np.uint32(member.base), index)
                 index.open_slots(self._tier, member.base)
 
     def _finish_leaving(self, index: Index) -> None:
@@ -747,7 +788,7 @@ class VolumeTier:
             member = self._members[number]
             slots = index.take_victims(self._tier, member.count, member.base, even_held=member.is_lost)
             index.free_slots(self._tier, slots)
-            if index.drop_slots(self._tier, member.base):
+            if self._drop_slots(member, index):
                 member.left.append(slots)
                 continue
             held = member.held

@@ -415,6 +415,8 @@ class Worker:
         self._say("f", f"{at} {keep} {self._epoch}")
         is_certain = self._holds_nothing()
         self._store.forget(chain.tokens, namespace=chain.namespace, keep=keep * PAGE_TOKENS)
+        # A record that cannot be written yet names its page until it can: a kill before that brings it back.
+        is_certain &= not any(tier.owed for tier in self._store.stats().tiers.values())
         self._say("g" if is_certain else "n", f"{at} {keep} {self._epoch}")
         if is_certain:
             left = self._store.cached(chain.tokens, tiers=tuple(Tier), namespace=chain.namespace)
