@@ -82,7 +82,8 @@ PageId PageTable::find(const uint8_t* key, uint8_t length, uint8_t kind, uint64_
 
 void PageTable::seek(uint32_t want) {
   while (ids_.free() < want) add_block(make_block(page_tokens_));
-  ids_.seek(want);
+  uint32_t words = FreeMap::kSeekWords;
+  ids_.seek(want, &words);
 }
 
 std::unique_ptr<PageBlock> PageTable::make_block(uint32_t page_tokens) {

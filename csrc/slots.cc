@@ -11,16 +11,32 @@
 namespace stepwell {
 
 namespace {
-constexpr size_t kSeekWords = 4096;
+
+// What a batch may look at behind its first search: in one range, and in all searches for each slot. A word takes a few
+// nanoseconds, and the index is locked meanwhile.
+constexpr uint32_t kSeekAgainWords = 64;
+constexpr uint32_t kSeekWordsASlot = 32;
+constexpr uint32_t kGoodRun = 16;  // later searches do not look for a longer one in other ranges
+
+// Bit i: bits i .. i + count - 1 are set. REQUIRES 1 <= count <= 64
+uint64_t starts_of_runs(uint64_t bits, uint32_t count) noexcept {
+  for (uint32_t have = 1; have < count;) {
+    const uint32_t step = std::min(have, count - have);
+    bits &= bits >> step;
+    have += step;
+  }
+  return bits;
 }
 
+}  // namespace
+
 void FreeMap::grow(uint32_t count) {
-  const uint32_t old_size = size_;
-  words_.resize((static_cast<size_t>(size_) + count + 63) / 64, 0);
-  size_ += count;
-  free_ += count;
-  for (uint32_t i = old_size; i < size_;) {
-    if (i % 64 == 0 && size_ - i >= 64) {
+  const size_t words = (static_cast<size_t>(size_) + count + 63) / 64;
+  some_.resize((words + 63) / 64, 0);
+  words_.resize(words, 0);
+  for (uint32_t i = size_; i < size_ + count;) {
+    some_[i / 64 / 64] |= uint64_t{1} << (i / 64 % 64);
+    if (i % 64 == 0 && size_ + count - i >= 64) {
       words_[i / 64] = ~uint64_t{0};
       i += 64;
     } else {
@@ -28,45 +44,64 @@ void FreeMap::grow(uint32_t count) {
       ++i;
     }
   }
+  size_ += count;
+  free_ += count;
 }
 
-void FreeMap::seek(uint32_t want) noexcept {
-  if (free_ == 0 || want <= 1) return;
-  const size_t words = words_.size();
-  const size_t limit = std::min(words, kSeekWords);
+size_t FreeMap::next_with_some(size_t word) const noexcept {
+  if (word >= words_.size()) return words_.size();
+  size_t group = word / 64;
+  uint64_t bits = some_[group] & (~uint64_t{0} << (word % 64));
+  while (bits == 0) {
+    if (++group == some_.size()) return words_.size();
+    bits = some_[group];
+  }
+  return group * 64 + static_cast<size_t>(std::countr_zero(bits));
+}
+
+uint32_t FreeMap::seek(uint32_t want, uint32_t* words) noexcept {
+  if (free_ == 0) return 0;
   uint32_t best_start = 0, best = 0, start = 0, run = 0;
+  const auto note = [&](uint32_t from, uint32_t length) {
+    if (length <= best) return;
+    best = length;
+    best_start = from;
+  };
   size_t word = cursor_ / 64;
-  for (size_t looked = 0; looked < limit && best < want; ++looked, ++word) {
-    if (word >= words) {  // a run does not wrap around
+  for (size_t passed = 0; passed < words_.size() && *words > 0 && best < want; --*words) {
+    if (word >= words_.size()) {  // a run does not wrap around
       word = 0;
       run = 0;
     }
-    uint64_t bits = words_[word];
-    uint32_t at = static_cast<uint32_t>(word * 64);
-    uint32_t left = 64;
-    while (left > 0) {
-      if ((bits & 1) == 0) {
-        run = 0;
-        const uint32_t zeros =
-            bits == 0 ? left : std::min<uint32_t>(left, static_cast<uint32_t>(std::countr_zero(bits)));
-        at += zeros;
-        left -= zeros;
-        bits = zeros == 64 ? 0 : bits >> zeros;
-        continue;
-      }
-      const uint32_t ones = std::min<uint32_t>(left, static_cast<uint32_t>(std::countr_one(bits)));
-      if (run == 0) start = at;
-      run += ones;
-      if (run > best) {
-        best = run;
-        best_start = start;
-      }
-      at += ones;
-      left -= ones;
-      bits = ones == 64 ? 0 : bits >> ones;
+    const uint64_t bits = words_[word];
+    if (bits == 0) {
+      const size_t next = next_with_some(word);
+      passed += next - word;
+      word = next;
+      run = 0;
+      continue;
     }
+    const auto at = static_cast<uint32_t>(word * 64);
+    const auto head = static_cast<uint32_t>(std::countr_one(bits)), tail = static_cast<uint32_t>(std::countl_one(bits));
+    if (run == 0) start = at;
+    run += head;
+    note(start, run);
+    if (head < 64) {
+      const uint64_t ends = ~(~uint64_t{0} << head) | (tail == 0 ? 0 : ~uint64_t{0} << (64 - tail));
+      const uint64_t inside = bits & ~ends;
+      for (uint64_t longer; best < 63 && (longer = starts_of_runs(inside, best + 1)) != 0;) {
+        const auto first = static_cast<uint32_t>(std::countr_zero(longer));
+        note(at + first, static_cast<uint32_t>(std::countr_one(inside >> first)));
+      }
+      run = tail;
+      start = at + 64 - tail;
+      note(start, run);
+    }
+    ++word;
+    ++passed;
   }
   if (best > 0) cursor_ = best_start;
+  return best;
 }
 
 uint32_t FreeMap::take() noexcept {
@@ -74,8 +109,9 @@ uint32_t FreeMap::take() noexcept {
   if (cursor_ >= size_) cursor_ = 0;
   size_t word = cursor_ / 64;
   uint64_t bits = words_[word] & (~uint64_t{0} << (cursor_ % 64));
-  while (bits == 0) {
-    if (++word == words_.size()) word = 0;
+  if (bits == 0) {
+    word = next_with_some(word + 1);
+    if (word == words_.size()) word = next_with_some(0);
     bits = words_[word];
   }
   const uint32_t index = static_cast<uint32_t>(word * 64 + static_cast<size_t>(std::countr_zero(bits)));
@@ -85,12 +121,16 @@ uint32_t FreeMap::take() noexcept {
 }
 
 void FreeMap::take_at(uint32_t index) noexcept {
-  words_[index / 64] &= ~(uint64_t{1} << (index % 64));
+  const size_t word = index / 64;
+  words_[word] &= ~(uint64_t{1} << (index % 64));
+  if (words_[word] == 0) some_[word / 64] &= ~(uint64_t{1} << (word % 64));
   --free_;
 }
 
 void FreeMap::give(uint32_t index) noexcept {
-  words_[index / 64] |= uint64_t{1} << (index % 64);
+  const size_t word = index / 64;
+  words_[word] |= uint64_t{1} << (index % 64);
+  some_[word / 64] |= uint64_t{1} << (word % 64);
   ++free_;
 }
 
@@ -163,18 +203,37 @@ uint32_t SlotRanges::drop(uint32_t first) {
 }
 
 void SlotRanges::seek(uint32_t want) noexcept {
-  for (size_t tried = 0; tried < ranges_.size(); ++tried) {
+  sought_ = want;
+  looks_ = uint64_t{kSeekWordsASlot} * want;
+  uint64_t words = FreeMap::kSeekWords;
+  if (want > 1) find_run(FreeMap::kSeekWords, want, &words);
+}
+
+void SlotRanges::find_run(uint32_t most_in_range, uint32_t enough, uint64_t* words) noexcept {
+  size_t best_range = current_;
+  uint32_t best = 0;
+  for (size_t tried = 0; tried < ranges_.size() && best < enough && *words > 0; ++tried) {
     const size_t index = (current_ + tried) % ranges_.size();
     Range& range = ranges_[index];
-    if (range.closed || range.map.free() == 0) continue;
-    current_ = index;
-    range.map.seek(std::min(want, range.map.free()));
-    return;
+    if (range.closed || range.map.free() <= best) continue;
+    const auto given = static_cast<uint32_t>(std::min<uint64_t>(most_in_range, *words));
+    uint32_t left = given;
+    const uint32_t found = range.map.seek(sought_, &left);
+    *words -= given - left;
+    if (found <= best) continue;
+    best = found;
+    best_range = index;
   }
+  current_ = best_range;
 }
 
 uint32_t SlotRanges::take(SlotUse use) noexcept {
   if (claimable_ == 0) return kNoSlot;
+  const bool is_in_run = current_ < ranges_.size() && !ranges_[current_].closed && ranges_[current_].map.is_in_run();
+  if (sought_ > 1 && looks_ > 0 && !is_in_run) {
+    find_run(kSeekAgainWords, std::min(sought_, kGoodRun), &looks_);
+  }
+  if (sought_ > 0) --sought_;
   while (ranges_[current_].closed || ranges_[current_].map.free() == 0) current_ = (current_ + 1) % ranges_.size();
   Range& range = ranges_[current_];
   const uint32_t index = range.map.take();

@@ -13,9 +13,11 @@
 namespace stepwell {
 
 // A set of small integers that can be taken and given back, next-fit.
+// Invariant: bit w of some_ is set where words_[w] has a bit set: what is taken is passed over 4096 at a time.
 class FreeMap {
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
+  static constexpr uint32_t kSeekWords = 4096;  // what one search may look at: tens of microseconds
 
   uint32_t size() const noexcept { return size_; }
   uint32_t free() const noexcept { return free_; }
@@ -23,8 +25,11 @@ class FreeMap {
   // Adds `count` free integers behind the last one.
   void grow(uint32_t count);
   // Moves to a run of `want` free integers, or to the longest run that a bounded search finds, so that the takes
-  // that follow are consecutive. Cost: at most 4096 words looked at.
-  void seek(uint32_t want) noexcept;
+  // that follow are consecutive. Returns how long it is, at most `want` as far as it was followed. Looks at *words words
+  // at most, less those that it has looked at when it returns.
+  uint32_t seek(uint32_t want, uint32_t* words) noexcept;
+  // Whether the next take is the one behind the last.
+  bool is_in_run() const noexcept { return cursor_ < size_ && is_free(cursor_); }
   // The next free integer, or kNone.
   uint32_t take() noexcept;
   // Takes this one. REQUIRES is_free(index).
@@ -33,7 +38,10 @@ class FreeMap {
   void give(uint32_t index) noexcept;
 
  private:
+  size_t next_with_some(size_t word) const noexcept;  // the first of words_ from here on that is not 0; or their number
+
   std::vector<uint64_t> words_;  // bit set: free
+  std::vector<uint64_t> some_;
   uint32_t size_ = 0;
   uint32_t free_ = 0;
   uint32_t cursor_ = 0;
@@ -61,7 +69,8 @@ class SlotRanges {
   // Last slot (inclusive) of the range that starts at `first`. REQUIRES has_range(first).
   uint32_t last_of(uint32_t first) const noexcept;
 
-  // The takes that follow should be `want` consecutive slots.
+  // The takes that follow should be `want` consecutive slots, or few runs of them where there is no such one.
+  // Cost: of all searches until the next seek, O(want) and a constant, whatever the capacity.
   void seek(uint32_t want) noexcept;
   uint32_t take(SlotUse use) noexcept;                // kNoSlot: none in an open range
   bool take_at(uint32_t slot, SlotUse use) noexcept;  // false: unknown or not free; in a closed range too
@@ -91,6 +100,10 @@ class SlotRanges {
   Range* find(uint32_t slot) noexcept;
   const Range* find(uint32_t slot) const noexcept { return const_cast<SlotRanges*>(this)->find(slot); }
 
+  // Moves to the longest run that is found in the open ranges, of each at most so many words; looks at no further range
+  // once it has one of `enough` slots.
+  void find_run(uint32_t most_in_range, uint32_t enough, uint64_t* words) noexcept;
+
   std::vector<Range> ranges_;  // sorted by first
   void change_use(Range* range, uint32_t index, SlotUse use) noexcept;
 
@@ -98,6 +111,8 @@ class SlotRanges {
   uint64_t claimable_ = 0;
   std::array<uint64_t, 5> used_{};  // slots by use
   size_t current_ = 0;              // the range that takes come from
+  uint32_t sought_ = 0;             // takes of the batch that are still to come
+  uint64_t looks_ = 0;              // words that searches may still look at for them
 };
 
 }  // namespace stepwell

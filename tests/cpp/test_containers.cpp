@@ -226,7 +226,9 @@ TEST_CASE("a free map is a set that grows, and after seek the next takes are the
           longest = std::max(longest, run);
           before = index;
         }
-        map.seek(want);
+        uint32_t words = FreeMap::kSeekWords;
+        const uint32_t found = map.seek(want, &words);
+        REQUIRE(std::min(found, want) == std::min(longest, want));
         for (uint32_t i = 0, first = 0; i < std::min(want, longest); ++i) {
           const uint32_t index = map.take();
           REQUIRE(is_free.erase(index) == 1);
@@ -254,6 +256,48 @@ TEST_CASE("a free map is a set that grows, and after seek the next takes are the
     }
     for (uint32_t index = 0; index < map.size(); ++index) REQUIRE(map.is_free(index) == (is_free.count(index) == 1));
   }
+}
+
+TEST_CASE(
+    "a search of a free map ends at the words that it may look at, and passes over what is taken 64 words at a time") {
+  FreeMap map;
+  map.grow(64 * 4096);
+  for (uint32_t index = 0; index < map.size(); ++index) {
+    if (index % 2 == 1 && (index < 64 * 4000 || index >= 64 * 4001)) map.take_at(index);
+  }
+  uint32_t words = 100;
+  CHECK(map.seek(64, &words) == 1);  // crumbs alone within 100 words
+  CHECK(words == 0);
+  for (uint32_t index = 0; index < 64 * 4000; index += 2) map.take_at(index);
+  words = 100;
+  CHECK(map.seek(64, &words) == 64);
+  CHECK(words > 90);
+  CHECK(map.take() == 64 * 4000);
+}
+
+TEST_CASE("a batch that no run can hold is handed out in few runs, the long ones of all open ranges first") {
+  SlotRanges ranges;
+  ranges.add(0, 4096);
+  ranges.add(10000, 4096);
+  while (ranges.take(SlotUse::kPage) != kNoSlot) continue;
+  for (uint32_t slot = 0; slot < 4096; slot += 3) ranges.set_use(slot, SlotUse::kFree);  // crumbs
+  for (uint32_t first = 512; first < 4096; first += 512) {                               // runs of 8 and more
+    for (uint32_t i = 0; i < 8; ++i) {
+      for (const uint32_t base : {0u, 10000u}) {
+        const uint32_t slot = base + first + i;
+        if (ranges.use(slot) != SlotUse::kFree) ranges.set_use(slot, SlotUse::kFree);
+      }
+    }
+  }
+  ranges.seek(14 * 8);
+  uint32_t runs = 0, before = kNoSlot;
+  for (uint32_t i = 0; i < 14 * 8; ++i) {
+    const uint32_t slot = ranges.take(SlotUse::kPage);
+    REQUIRE(slot != kNoSlot);
+    if (before == kNoSlot || slot != before + 1) ++runs;
+    before = slot;
+  }
+  CHECK(runs <= 14);
 }
 
 TEST_CASE("slot ranges hand each slot out once, from open ranges alone, and count every use") {
