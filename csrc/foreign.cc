@@ -160,7 +160,8 @@ bool Foreign::read_ring(Attached& volume, uint64_t counter, std::vector<Change>*
   acquire_fence();
   uint64_t now = 0;
   if (file::pread_all(volume.metadata.get(), &now, sizeof(now), header.ring_offset) < 0) return false;
-  if (now - volume.position > header.ring_entries) volume.records_from = 0;  // overwritten while it was read
+  // Overwritten while it was read, or about to be: entries are stored before they are counted.
+  if (now - volume.position > header.ring_entries - header.ring_entries / kRingAheadPart) volume.records_from = 0;
   // The record is the truth, the entry only says where to look: the last state of a slot is the only one of interest.
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());

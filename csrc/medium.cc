@@ -38,6 +38,28 @@ std::byte* Scratch::source(size_t bytes) noexcept { return grow(&source_, &sourc
 
 std::byte* Scratch::target(size_t bytes) noexcept { return grow(&target_, &target_bytes_, bytes); }
 
+std::byte* Scratch::run(size_t bytes) noexcept { return grow(&run_, &run_bytes_, bytes); }
+
+void PageRun::reset(uint32_t first, uint32_t count, uint32_t layers) {
+  slot = first;
+  labels.assign(count, nullptr);
+  checksums.resize(size_t{count} * layers);
+  sources.assign(count, {});
+  targets.assign(count, {});
+  generations.assign(count, 0);
+  statuses.assign(count, Status::kOk);
+}
+
+void Medium::read_run(PageRun*, Scratch&) noexcept {}
+
+bool Medium::begin_run(PageRun*, Scratch&) noexcept { return false; }
+
+bool Medium::finish_run(PageRun*, uint32_t, uint32_t) noexcept { return false; }
+
+void Medium::retire_run(uint32_t slot, uint32_t count, Status* statuses) noexcept {
+  for (uint32_t i = 0; i < count; ++i) statuses[i] = retire(slot + i);
+}
+
 void Medium::settle(const uint32_t*, size_t count, Status* statuses) noexcept {
   std::fill_n(statuses, count, Status::kOk);
 }

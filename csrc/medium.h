@@ -12,13 +12,14 @@
 namespace stepwell {
 
 // A worker's private memory: one page-sized, 4096-aligned buffer for a source, one for a target, and the checksums of
-// both. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes
-// to it.
+// both; and one buffer for the pages of a run. Allocated on first use, grown never shrunk; owned by one worker, so it
+// stays valid while a stalled call writes to it.
 class Scratch {
  public:
   // Null where memory is short: the caller reports kIOError.
   std::byte* source(size_t bytes) noexcept;
   std::byte* target(size_t bytes) noexcept;
+  std::byte* run(size_t bytes) noexcept;
   std::vector<uint32_t> source_checksums;
   std::vector<uint32_t> target_checksums;
 
@@ -27,8 +28,8 @@ class Scratch {
     void operator()(std::byte* memory) const noexcept;
   };
   static std::byte* grow(std::unique_ptr<std::byte, Free>* memory, size_t* have, size_t want) noexcept;
-  std::unique_ptr<std::byte, Free> source_, target_;
-  size_t source_bytes_ = 0, target_bytes_ = 0;
+  std::unique_ptr<std::byte, Free> source_, target_, run_;
+  size_t source_bytes_ = 0, target_bytes_ = 0, run_bytes_ = 0;
 };
 
 // A page that can be read: contiguous canonical bytes and the layer checksums they must have.
@@ -42,6 +43,22 @@ struct PageSource {
 struct PageTarget {
   std::byte* bytes = nullptr;
   bool guarded = false;
+};
+
+// Pages in consecutive slots of one medium that move together. Who uses it fills labels; the rest is the medium's to
+// fill, or, where a run is written, the writer's of the bytes.
+struct PageRun {
+  uint32_t slot = 0;  // of the first page
+  std::vector<const Label*> labels;
+  std::vector<uint32_t> checksums;  // [page * layers + layer]
+  std::vector<PageSource> sources;
+  std::vector<PageTarget> targets;
+  std::vector<uint64_t> generations;
+  std::vector<Status> statuses;
+
+  uint32_t count() const noexcept { return static_cast<uint32_t>(labels.size()); }
+  // Room for `count` pages from `first` on; throws std::bad_alloc.
+  void reset(uint32_t first, uint32_t count, uint32_t layers);
 };
 
 // Threads: all methods may be called from any worker, on different slots at once; on one slot only by the holder of its
@@ -66,6 +83,20 @@ class Medium {
   virtual void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept;
   // Frees the slot's record: nobody can find the page any more. Done before the index gets the slot back.
   virtual Status retire(uint32_t slot) noexcept = 0;
+  // Runs. What the medium cannot do for all pages of a run together it leaves undone: the methods above then do it page
+  // by page, and say of each what it comes to.
+  // How many pages may be in one run that begins at this slot; 1: nothing would be gained.
+  virtual uint32_t longest_run(uint32_t) const noexcept { return 1; }
+  // prepare_read() of each: sources[i] stays valid until the scratch's next run, and has no bytes where it is for
+  // prepare_read() to say what is wrong.
+  virtual void read_run(PageRun* run, Scratch& scratch) noexcept;
+  // begin_write() of each, into targets and statuses. False: they are to be begun one by one.
+  virtual bool begin_run(PageRun* run, Scratch& scratch) noexcept;
+  // finish_write() of pages first .. first + count - 1 of a run that was begun, into statuses. False: those whose status
+  // is still kOk are to be finished one by one. REQUIRES that their statuses are kOk and their bytes and checksums there.
+  virtual bool finish_run(PageRun* run, uint32_t first, uint32_t count) noexcept;
+  // retire() of consecutive slots, whatever they hold.
+  virtual void retire_run(uint32_t slot, uint32_t count, Status* statuses) noexcept;
   // Writes a pattern over the slot and reads it back: the way out of quarantine.
   virtual Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept = 0;
 };

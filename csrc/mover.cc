@@ -27,6 +27,7 @@ constexpr int kCopyQueue = 0;
 constexpr int kIoQueue = 1;
 constexpr int kQueues = 2;
 constexpr double kLongestWait_s = 1e8;
+constexpr uint64_t kThinUnitBytes = 512 << 10;  // from here on a larger call gains little
 // How much may wait while units that write more are queued: by then a sync is shared by enough, or its 1 to 3 ms (as
 // measured) matter less than the wait.
 constexpr size_t kMostSettling = 256;
@@ -108,6 +109,7 @@ struct Worker {
   Scratch scratch;
   std::vector<uint32_t> checksums;  // of the page that is being gathered
   ForeignDetail foreign;            // of the page that is being read from a neighbour
+  PageRun run;                      // the pages that are being read or written together
   UnitTally tally;                  // its own thread's alone
   // The unit that it is in, GUARDED_BY(queue_mutex); units 0: none.
   struct {
@@ -138,6 +140,13 @@ struct OpenSource {
   int column = kPoolColumn;
   PageSource bytes;  // for the pool: null
   bool is_pool() const { return bytes.bytes == nullptr; }
+};
+
+// Pages of a unit, one behind the other, that move together: their slots in one column follow each other.
+struct Stretch {
+  uint32_t count = 1;
+  int column = kPoolColumn;
+  bool is_sink = false;
 };
 
 // A page of a layer-order unit on its way.
@@ -173,8 +182,20 @@ struct Mover::Impl {
   bool run_one(int queue, Worker& worker);
   void run_unit(const Unit& unit, Worker& worker) noexcept;
   void run_layered(Transfer& transfer, const UnitPlan& unit, Worker& worker);
-  void run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker);
-  bool open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source);
+  Stretch find_stretch(const Transfer& transfer, const uint32_t* pages, uint32_t most, int stage) const;
+  int run_column(const Transfer& transfer, uint32_t page, int stage, bool* is_sink) const;
+  void open_run(const Transfer& transfer, const uint32_t* pages, const Stretch& stretch, Worker& worker);
+  bool write_run(Transfer& transfer, const uint32_t* pages, const Stretch& stretch, int stage, Worker& worker);
+  void finish_run(Transfer& transfer, const uint32_t* pages, uint32_t first, uint32_t count, int column,
+                  Worker& worker);
+  // `ahead`: the page as it was read with others; without bytes, or null: it is read here.
+  void run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker, const PageSource* ahead);
+  bool open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, const PageSource* ahead,
+                   OpenSource* source);
+  // All bytes of a page, verified, or from the pool with their checksums made. kOk; else why, and *source_is_bad: whose.
+  Status fill(Transfer& transfer, uint32_t page, const OpenSource& source, const PageTarget& target,
+              uint32_t* checksums, bool* source_is_bad);
+  void written(Transfer& transfer, uint32_t page, int column, Status status, Worker& worker);
   // The two copies: into a tier, which ends in a commit, and into the lent pool. False: the source is of no more use.
   bool fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source);
   void fill_from_neighbour(Transfer& transfer, uint32_t page, Worker& worker);
@@ -369,8 +390,25 @@ void Mover::Impl::plan(Transfer& transfer) const {
 
   // Units of about unit_bytes, but never so many that an empty queue could not take them.
   const size_t most_units = std::max<size_t>(1, options.queue_units > 2 ? options.queue_units - 2 : 1);
-  const size_t unit_pages = std::max(
-      {size_t{1}, static_cast<size_t>(options.unit_bytes / shape.page_bytes()), (count + most_units - 1) / most_units});
+  const size_t least_pages = (count + most_units - 1) / most_units;
+  const size_t unit_pages =
+      std::max({size_t{1}, static_cast<size_t>(options.unit_bytes / shape.page_bytes()), least_pages});
+  // A transfer that few units hold is spread over all I/O workers, but not so thin that calls become small.
+  const auto io_unit_pages = [&](size_t pages) {
+    if (options.io_threads < 2) return unit_pages;
+    const size_t share = (pages + options.io_threads - 1) / options.io_threads;
+    const auto thin = static_cast<size_t>(kThinUnitBytes / shape.page_bytes());
+    return std::min(unit_pages, std::max({size_t{1}, thin, share, least_pages}));
+  };
+  // Within a unit of I/O pages go in the order of their slots there: neighbours are moved together.
+  const auto place_of = [&](uint32_t page) {
+    for (size_t column = 1; column < kTiers; ++column) {
+      if (spec.pages[page].roles[column] != Role::kUnused && (io & column_mask(static_cast<int>(column))) != 0)
+        return spec.pages[page].slots[column];
+    }
+    return kNoSlot;
+  };
+  const auto lies_before = [&](uint32_t a, uint32_t b) { return place_of(a) < place_of(b); };
   auto cut = [&](int stage, int queue, const std::vector<uint32_t>& run, size_t pages, bool is_layered) {
     for (size_t first = 0; first < run.size(); first += pages) {
       const size_t taken = std::min(pages, run.size() - first);
@@ -378,11 +416,16 @@ void Mover::Impl::plan(Transfer& transfer) const {
           static_cast<uint32_t>(progress.order.size()), static_cast<uint32_t>(taken), queue == kIoQueue, is_layered});
       const auto begin = run.begin() + static_cast<std::ptrdiff_t>(first);
       progress.order.insert(progress.order.end(), begin, begin + static_cast<std::ptrdiff_t>(taken));
+      if (queue != kIoQueue) continue;
+      const auto unit = progress.order.end() - static_cast<std::ptrdiff_t>(taken);
+      if (!std::is_sorted(unit, progress.order.end(), lies_before))
+        std::stable_sort(unit, progress.order.end(), lies_before);
     }
   };
   for (int stage = 0; stage < kStages; ++stage) {
     for (int queue = 0; queue < kQueues; ++queue) {
-      cut(stage, queue, runs[static_cast<size_t>(stage)][static_cast<size_t>(queue)], unit_pages, false);
+      const std::vector<uint32_t>& run = runs[static_cast<size_t>(stage)][static_cast<size_t>(queue)];
+      cut(stage, queue, run, queue == kIoQueue ? io_unit_pages(run.size()) : unit_pages, false);
     }
   }
   cut(1, kCopyQueue, layered, std::max<size_t>(1, layered.size()), true);
@@ -436,11 +479,21 @@ void Mover::Impl::run_unit(const Unit& unit, Worker& worker) noexcept {
     if (unit.plan.layered) {
       run_layered(transfer, unit.plan, worker);
     } else {
-      for (uint32_t i = 0; i < unit.plan.count; ++i) {
-        const uint32_t page = order[unit.plan.first + i];
-        run_page(transfer, page, unit.stage, worker);
-        if (transfer.progress_->pages[page].second_source == 0 || unit.plan.retry)
-          settle_stage(transfer, page, unit.stage, stop_reason());
+      for (uint32_t done = 0; done < unit.plan.count;) {
+        const uint32_t* const pages = &order[unit.plan.first + done];
+        Stretch stretch;
+        if (!unit.plan.retry) stretch = find_stretch(transfer, pages, unit.plan.count - done, unit.stage);
+        const bool is_run = stretch.count > 1 && !stopped(transfer);
+        if (is_run) open_run(transfer, pages, stretch, worker);
+        const bool is_written = is_run && stretch.is_sink && write_run(transfer, pages, stretch, unit.stage, worker);
+        for (uint32_t i = 0; i < stretch.count; ++i) {
+          const bool is_ahead = is_run && !stretch.is_sink;
+          if (!is_written)
+            run_page(transfer, pages[i], unit.stage, worker, is_ahead ? &worker.run.sources[i] : nullptr);
+          if (transfer.progress_->pages[pages[i]].second_source == 0 || unit.plan.retry)
+            settle_stage(transfer, pages[i], unit.stage, stop_reason());
+        }
+        done += stretch.count;
       }
     }
     reason = stop_reason();
@@ -517,7 +570,103 @@ void Mover::Impl::end_retry(const Unit& unit) noexcept {
   surely([&] { index->unpin_pages(&transfer.spec_.pages[page].page, 1); });
 }
 
-void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker) {
+// The column in which a page may be of a run: where its source does I/O, or, from memory, its only sink. -1: none.
+int Mover::Impl::run_column(const Transfer& transfer, uint32_t page, int stage, bool* is_sink) const {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  const PageProgress& progress = transfer.progress_->pages[page];
+  const ColumnMask open_sinks = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~progress.settled);
+  if ((open_sinks == 0 && !progress.is_check()) || progress.is_lost || copy.foreign.is_known()) return -1;
+  const ColumnMask io = io_mask();
+  for (int column = 1; column < kTiers && stage <= progress.source_stage; ++column) {
+    if (copy.roles[static_cast<size_t>(column)] != Role::kSource || (io & column_mask(column)) == 0) continue;
+    *is_sink = false;
+    return column;
+  }
+  if (std::popcount(open_sinks) != 1 || (open_sinks & io) == 0) return -1;
+  *is_sink = true;
+  return std::bit_width(open_sinks) - 1;
+}
+
+Stretch Mover::Impl::find_stretch(const Transfer& transfer, const uint32_t* pages, uint32_t most, int stage) const {
+  Stretch stretch;
+  const int column = run_column(transfer, pages[0], stage, &stretch.is_sink);
+  if (column < 0) return {};
+  stretch.column = column;
+  const auto slot_of = [&](uint32_t i) { return transfer.spec_.pages[pages[i]].slots[static_cast<size_t>(column)]; };
+  most = std::min(most, media[static_cast<size_t>(column)]->longest_run(slot_of(0)));
+  for (bool is_sink = false; stretch.count < most; ++stretch.count) {
+    if (run_column(transfer, pages[stretch.count], stage, &is_sink) != column || is_sink != stretch.is_sink) break;
+    if (slot_of(stretch.count) != slot_of(0) + stretch.count) break;
+  }
+  return stretch;
+}
+
+// What is to be read is read here; what is to be written comes later, page by page.
+void Mover::Impl::open_run(const Transfer& transfer, const uint32_t* pages, const Stretch& stretch, Worker& worker) {
+  const auto column = static_cast<size_t>(stretch.column);
+  worker.run.reset(transfer.spec_.pages[pages[0]].slots[column], stretch.count, shape.layers());
+  for (uint32_t i = 0; i < stretch.count; ++i) worker.run.labels[i] = &transfer.spec_.pages[pages[i]].label;
+  if (stretch.is_sink) return;
+  worker.enter(stretch.column);
+  media[column]->read_run(&worker.run, worker.scratch);
+}
+
+// False: nothing has happened, the pages are to be written one by one. A page that drops out on the way leaves its slot
+// as it was begun, and parts the run.
+bool Mover::Impl::write_run(Transfer& transfer, const uint32_t* pages, const Stretch& stretch, int stage,
+                            Worker& worker) {
+  PageRun& run = worker.run;
+  const auto column = static_cast<size_t>(stretch.column);
+  worker.enter(stretch.column);
+  if (!media[column]->begin_run(&run, worker.scratch)) return false;
+  uint32_t first = 0, i = 0;  // those between are filled and not finished
+  for (; i < stretch.count && !stopped(transfer); ++i) {
+    bool is_filled = false, source_is_bad = false;
+    OpenSource source;
+    ++worker.tally.tried;
+    ++worker.tally.written[column].tried;
+    if (run.statuses[i] != Status::kOk) {
+      fail(transfer, pages[i], stretch.column, run.statuses[i]);
+    } else if (open_source(transfer, pages[i], stage, worker, nullptr, &source)) {
+      reach("mover.before_copy");
+      uint32_t* const checksums = run.checksums.data() + size_t{i} * shape.layers();
+      const Status status = fill(transfer, pages[i], source, run.targets[i], checksums, &source_is_bad);
+      is_filled = status == Status::kOk;
+      if (is_filled && source.is_pool()) ++worker.tally.read[kPoolColumn].had;
+      if (source_is_bad) {
+        fail_source(transfer, pages[i], source.column, status);
+      } else if (!is_filled) {
+        fail(transfer, pages[i], stretch.column, status);
+      }
+    }
+    if (is_filled) continue;
+    finish_run(transfer, pages, first, i - first, stretch.column, worker);
+    first = i + 1;
+  }
+  finish_run(transfer, pages, first, i - first, stretch.column, worker);
+  return true;
+}
+
+void Mover::Impl::finish_run(Transfer& transfer, const uint32_t* pages, uint32_t first, uint32_t count, int column,
+                             Worker& worker) {
+  if (count == 0) return;
+  PageRun& run = worker.run;
+  Medium& medium = *media[static_cast<size_t>(column)];
+  // From here on records may be readable: the way back leads over retire().
+  for (uint32_t i = first; i < first + count; ++i) transfer.progress_->pages[pages[i]].published |= column_mask(column);
+  worker.enter(column);
+  const bool is_finished = count > 1 && medium.finish_run(&run, first, count);
+  for (uint32_t i = first; i < first + count; ++i) {
+    if (!is_finished && run.statuses[i] == Status::kOk) {
+      worker.enter(column);
+      run.statuses[i] = medium.finish_write(run.slot + i, *run.labels[i],
+                                            run.checksums.data() + size_t{i} * shape.layers(), run.targets[i]);
+    }
+    written(transfer, pages[i], column, run.statuses[i], worker);
+  }
+}
+
+void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker& worker, const PageSource* ahead) {
   PageProgress& progress = transfer.progress_->pages[page];
   const ColumnMask open_sinks = progress.sinks[static_cast<size_t>(stage)] & static_cast<ColumnMask>(~progress.settled);
   if ((open_sinks == 0 && !progress.is_check()) || progress.is_lost || stopped(transfer)) return;
@@ -527,7 +676,7 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
     return;
   }
   OpenSource source;
-  if (!open_source(transfer, page, stage, worker, &source)) return;
+  if (!open_source(transfer, page, stage, worker, ahead, &source)) return;
   if (progress.is_check()) {
     check(transfer, page, source);
     return;
@@ -548,7 +697,8 @@ void Mover::Impl::run_page(Transfer& transfer, uint32_t page, int stage, Worker&
   if (awaits_landing && memory == 0 && !stopped(transfer)) land(transfer, page, worker, source);
 }
 
-bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, OpenSource* source) {
+bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Worker& worker, const PageSource* ahead,
+                              OpenSource* source) {
   const PageCopy& copy = transfer.spec_.pages[page];
   const PageProgress& progress = transfer.progress_->pages[page];
   int column = 0;
@@ -573,33 +723,27 @@ bool Mover::Impl::open_source(Transfer& transfer, uint32_t page, int stage, Work
   if (column == kPoolColumn) return true;
   Medium& medium = *media[static_cast<size_t>(column)];
   const uint32_t slot = progress.second_source != 0 ? progress.second_slot : copy.slots[static_cast<size_t>(column)];
-  worker.enter(column);
-  const Status status = medium.prepare_read(slot, copy.label, worker.scratch, &source->bytes);
-  if (status != Status::kOk) {
-    fail_source(transfer, page, column, status);
-    return false;
+  if (ahead != nullptr && ahead->bytes != nullptr) {
+    source->bytes = *ahead;
+  } else {
+    worker.enter(column);
+    const Status status = medium.prepare_read(slot, copy.label, worker.scratch, &source->bytes);
+    if (status != Status::kOk) {
+      fail_source(transfer, page, column, status);
+      return false;
+    }
   }
   bytes_read[static_cast<size_t>(column)].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
   ++tally.had;
   return true;
 }
 
-bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source) {
+Status Mover::Impl::fill(Transfer& transfer, uint32_t page, const OpenSource& source, const PageTarget& target,
+                         uint32_t* checksums, bool* source_is_bad) {
   const PageCopy& copy = transfer.spec_.pages[page];
-  Medium& medium = *media[static_cast<size_t>(column)];
-  const uint32_t slot = copy.slots[static_cast<size_t>(column)];
-  PageTarget target;
-  UnitTally::Pages& tally = worker.tally.written[static_cast<size_t>(column)];
-  ++tally.tried;
-  worker.enter(column);
-  Status status = medium.begin_write(slot, worker.scratch, &target);
-  if (status != Status::kOk) {
-    fail(transfer, page, column, status);
-    return true;
-  }
   const uint32_t seed = shape.page_seed(copy.label);
-  const bool gathers = source->is_pool();
-  if (gathers) worker.checksums.resize(shape.layers());
+  const bool gathers = source.is_pool();
+  Status status = Status::kOk;
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
     std::byte* const to = target.bytes + shape.layer_offset(layer);
     uint32_t crc = PageShape::layer_seed(seed, layer);
@@ -608,52 +752,78 @@ bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worke
       status = stay.inside()
                    ? transfer.spec_.pool->gather_layer(copy.slots[kPoolColumn], layer, to, &crc, target.guarded)
                    : Status::kDeadline;
-      worker.checksums[layer] = crc;
     } else {
-      const std::byte* const from = source->bytes.bytes + shape.layer_offset(layer);
+      const std::byte* const from = source.bytes.bytes + shape.layer_offset(layer);
       const size_t bytes = shape.layer_bytes(layer);
-      if (source->bytes.guarded || target.guarded) {
+      if (source.bytes.guarded || target.guarded) {
         status = guard::copy(to, from, bytes, &crc);
       } else {
         crc = crc32c_copy(crc, to, from, bytes);
       }
-      if (status == Status::kOk && crc != source->bytes.checksums[layer]) status = Status::kChecksum;
+      if (status == Status::kOk && crc != source.bytes.checksums[layer]) status = Status::kChecksum;
       uint32_t unused = 0;
-      const bool source_is_gone = status == Status::kBusFault && source->bytes.guarded &&
+      const bool source_is_gone = status == Status::kBusFault && source.bytes.guarded &&
                                   guard::checksum(from, bytes, &unused) == Status::kBusFault;
-      if (status == Status::kChecksum || source_is_gone) {
-        fail_source(transfer, page, source->column, status);
-        return false;
-      }
+      *source_is_bad = status == Status::kChecksum || source_is_gone;
     }
-    if (status != Status::kOk) {
-      fail(transfer, page, column, status);
-      return true;
-    }
+    checksums[layer] = crc;
+    if (status != Status::kOk) return status;
   }
   if (gathers) {
     bytes_read[kPoolColumn].fetch_add(shape.page_bytes(), std::memory_order_relaxed);
-    ++worker.tally.read[kPoolColumn].had;
     std::lock_guard lock(transfer.mutex_);
     transfer.progress_->pool_over[page] = true;
   }
-  const uint32_t* const checksums = gathers ? worker.checksums.data() : source->bytes.checksums;
-  // From here on a record may be readable: the way back leads over retire().
-  transfer.progress_->pages[page].published |= column_mask(column);
+  return Status::kOk;
+}
+
+// A page's bytes and record are written, or are not: it is committed at once, or when its medium settles.
+void Mover::Impl::written(Transfer& transfer, uint32_t page, int column, Status status, Worker& worker) {
+  if (status != Status::kOk) {
+    fail(transfer, page, column, status);
+    return;
+  }
+  ++worker.tally.written[static_cast<size_t>(column)].had;
+  reach("mover.after_copy");
+  if (media[static_cast<size_t>(column)]->settles()) {
+    transfer.progress_->pages[page].unsettled |= column_mask(column);
+    return;
+  }
+  commit(transfer, page, column);
+  reach("mover.after_commit");
+}
+
+bool Mover::Impl::fill_tier(Transfer& transfer, uint32_t page, int column, Worker& worker, OpenSource* source) {
+  const PageCopy& copy = transfer.spec_.pages[page];
+  Medium& medium = *media[static_cast<size_t>(column)];
+  const uint32_t slot = copy.slots[static_cast<size_t>(column)];
+  PageTarget target;
+  ++worker.tally.written[static_cast<size_t>(column)].tried;
   worker.enter(column);
-  status = medium.finish_write(slot, copy.label, checksums, target);
+  Status status = medium.begin_write(slot, worker.scratch, &target);
   if (status != Status::kOk) {
     fail(transfer, page, column, status);
     return true;
   }
-  ++tally.had;
-  reach("mover.after_copy");
-  if (medium.settles()) {
-    transfer.progress_->pages[page].unsettled |= column_mask(column);
+  const bool gathers = source->is_pool();
+  worker.checksums.resize(shape.layers());
+  bool source_is_bad = false;
+  status = fill(transfer, page, *source, target, worker.checksums.data(), &source_is_bad);
+  if (source_is_bad) {
+    fail_source(transfer, page, source->column, status);
+    return false;
+  }
+  if (status != Status::kOk) {
+    fail(transfer, page, column, status);
     return true;
   }
-  commit(transfer, page, column);
-  reach("mover.after_commit");
+  if (gathers) ++worker.tally.read[kPoolColumn].had;
+  // From here on a record may be readable: the way back leads over retire().
+  transfer.progress_->pages[page].published |= column_mask(column);
+  worker.enter(column);
+  status = medium.finish_write(slot, copy.label, worker.checksums.data(), target);
+  written(transfer, page, column, status, worker);
+  if (status != Status::kOk || medium.settles()) return true;
   // What was gathered once is read from there for further sinks: fewer strided reads, and a stay less in the caller's
   // memory.
   const bool committed = (transfer.progress_->pages[page].settled & column_mask(column)) != 0;
@@ -796,7 +966,7 @@ void Mover::Impl::run_layered(Transfer& transfer, const UnitPlan& unit, Worker& 
     if ((progress.settled & kPoolMask) != 0 || progress.failure != Status::kOk || stopped(transfer)) continue;
     OpenSource source;
     ++worker.tally.tried;
-    if (!open_source(transfer, page, 1, worker, &source)) {
+    if (!open_source(transfer, page, 1, worker, nullptr, &source)) {
       is_whole &= progress.second_source == 0;
       continue;
     }

@@ -1,5 +1,6 @@
 #include "victims.h"
 
+#include <algorithm>
 #include <array>
 #include <exception>
 #include <utility>
@@ -51,8 +52,21 @@ void Victims::take_owed(uint32_t n, uint32_t only_range) {
 size_t Victims::free() {
   size_t retired = 0;
   file::forget_error();
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (medium_ == nullptr || medium_->retire(slots_[i]) == Status::kOk) std::swap(slots_[retired++], slots_[i]);
+  if (medium_ == nullptr) {
+    retired = slots_.size();
+  } else {
+    std::sort(slots_.begin(), slots_.end());  // records that lie together are written together
+    std::array<Status, 64> statuses;
+    for (size_t first = 0, end = 0; first < slots_.size(); first = end) {
+      for (end = first + 1; end < slots_.size() && end - first < statuses.size();) {
+        if (slots_[end] != slots_[end - 1] + 1) break;
+        ++end;
+      }
+      medium_->retire_run(slots_[first], static_cast<uint32_t>(end - first), statuses.data());
+      for (size_t i = first; i < end; ++i) {
+        if (statuses[i - first] == Status::kOk) std::swap(slots_[retired++], slots_[i]);
+      }
+    }
   }
   // Owed before any is free: whatever the second call raises, none of these is.
   const size_t owed = slots_.size() - retired;

@@ -170,17 +170,25 @@ Status Volume::store_generation(uint32_t slot, uint64_t generation) noexcept {
   return status;
 }
 
-Status Volume::append_ring(uint32_t slot, uint64_t generation) noexcept {
+Status Volume::append_ring(const uint32_t* slots, const uint64_t* generations, size_t count) noexcept {
+  constexpr size_t kMost = 256;
+  std::array<std::array<uint64_t, 2>, kMost> words;
+  const size_t most = std::min<size_t>(kMost, header_.ring_entries / kRingAheadPart);
   const std::lock_guard lock(meta_mutex_);
-  const uint64_t entry =
-      header_.ring_offset + kRingHeadBytes + kRingEntryBytes * (ring_counter_ % header_.ring_entries);
-  const std::array<uint64_t, 2> words{slot, generation};
-  Status status = write_metadata(entry, words.data(), sizeof(words));
-  if (status != Status::kOk) return status;
-  copy_fence();
-  status = store_word(header_.ring_offset, ring_counter_ + 1);
-  if (status == Status::kOk) ++ring_counter_;
-  return status;
+  for (size_t first = 0, taken = 0; first < count; first += taken) {
+    // As many as lie together before the ring's end.
+    const uint64_t at = ring_counter_ % header_.ring_entries;
+    taken = std::min({most, count - first, static_cast<size_t>(header_.ring_entries - at)});
+    for (size_t i = 0; i < taken; ++i) words[i] = {slots[first + i], generations[first + i]};
+    const uint64_t entry = header_.ring_offset + kRingHeadBytes + kRingEntryBytes * at;
+    Status status = write_metadata(entry, words.data(), kRingEntryBytes * taken);
+    if (status != Status::kOk) return status;
+    copy_fence();
+    status = store_word(header_.ring_offset, ring_counter_ + taken);
+    if (status != Status::kOk) return status;
+    ring_counter_ += taken;
+  }
+  return Status::kOk;
 }
 
 Status Volume::skip_ring() noexcept {
@@ -341,11 +349,10 @@ void Volume::settle(const uint32_t* slots, size_t count, Status* statuses) noexc
   const std::lock_guard lock(sync_mutex_);
   Status all = fails("volume.settle") ? Status::kIOError : sync_file(pages_);
   if (all == Status::kOk && fails("volume.after_bytes_sync")) all = Status::kIOError;
-  for (size_t i = 0; i < count; ++i) {
-    uint64_t odd = 0;
-    statuses[i] = all;
-    if (statuses[i] == Status::kOk) statuses[i] = load_generation(slots[i], &odd);
-    if (statuses[i] == Status::kOk) statuses[i] = publish(slots[i], odd + 1);
+  std::fill_n(statuses, count, all);
+  for (size_t first = 0, end = 0; first < count && all == Status::kOk; first = end) {
+    for (end = first + 1; end < count && slots[end] == slots[end - 1] + 1;) ++end;
+    publish_run(slots[first], static_cast<uint32_t>(end - first), statuses + first);
   }
   if (all != Status::kOk) return;
   all = sync_metadata();

@@ -31,6 +31,7 @@ constexpr uint32_t kRecordBytes = 192;
 constexpr uint32_t kRecencyBytes = 16;
 constexpr uint32_t kRingHeadBytes = 64;
 constexpr uint32_t kRingEntryBytes = 16;
+constexpr uint32_t kRingAheadPart = 4;  // entries are stored ahead of the counter by this part of the ring at most
 constexpr uint64_t kMetadataAlignment = 4096;
 constexpr uint32_t kMaxVolumeSlots = 1u << 24;
 constexpr uint64_t kGenerationLimit = uint64_t{1} << 63;
@@ -127,6 +128,11 @@ class Volume final : public Medium {
   Status retire(uint32_t slot) noexcept override;
   // What the record of a slot says its generation is.
   Status generation_of(uint32_t slot, uint64_t* generation) noexcept;
+  uint32_t longest_run(uint32_t slot) const noexcept override;
+  void read_run(PageRun* run, Scratch& scratch) noexcept override;
+  bool begin_run(PageRun* run, Scratch& scratch) noexcept override;
+  bool finish_run(PageRun* run, uint32_t first, uint32_t count) noexcept override;
+  void retire_run(uint32_t slot, uint32_t count, Status* statuses) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
   bool settles() const noexcept override { return durability_ == Durability::kPower; }
   void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept override;
@@ -187,9 +193,21 @@ class Volume final : public Medium {
   Status check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) noexcept;
   Status load_generation(uint32_t slot, uint64_t* generation) noexcept;
   Status store_generation(uint32_t slot, uint64_t generation) noexcept;
-  Status append_ring(uint32_t slot, uint64_t generation) noexcept;
+  Status append_ring(uint32_t slot, uint64_t generation) noexcept { return append_ring(&slot, &generation, 1); }
+  // One counter for up to a quarter of the ring: what is stored ahead of it overwrites nothing that a reader relies on.
+  Status append_ring(const uint32_t* slots, const uint64_t* generations, size_t count) noexcept;
   Status skip_ring() noexcept;  // every reader of the ring reads all records next
   Status publish(uint32_t slot, uint64_t generation) noexcept;
+  // Reads the records of consecutive slots as they are; writes them back, generations and all. REQUIRES the claims of
+  // all these slots: nobody else writes their records meanwhile.
+  Status read_records(uint32_t slot, uint32_t count, std::byte* records) const noexcept;
+  Status write_records(uint32_t slot, uint32_t count, const std::byte* records) noexcept;
+  Status make_odd_run(uint32_t slot, uint32_t count, uint64_t* odd, Status* statuses) noexcept;
+  Status describe_run(const PageRun& run, uint32_t first, uint32_t count) noexcept;
+  // publish() of consecutive slots whose records are in place, of those whose status is kOk.
+  void publish_run(uint32_t slot, uint32_t count, Status* statuses) noexcept;
+  void publish_records(uint32_t slot, uint32_t count, Status* statuses) noexcept;
+  bool retire_records(uint32_t slot, uint32_t count, Status* statuses) noexcept;
   // REQUIRES sync_mutex_
   Status sync_file(const Descriptor& file) noexcept;
   Status sync_metadata() noexcept;
@@ -248,6 +266,11 @@ class VolumeSet final : public Medium {
   Status finish_write(uint32_t slot, const Label& label, const uint32_t* checksums,
                       const PageTarget& target) noexcept override;
   Status retire(uint32_t slot) noexcept override;
+  uint32_t longest_run(uint32_t slot) const noexcept override;
+  void read_run(PageRun* run, Scratch& scratch) noexcept override;
+  bool begin_run(PageRun* run, Scratch& scratch) noexcept override;
+  bool finish_run(PageRun* run, uint32_t first, uint32_t count) noexcept override;
+  void retire_run(uint32_t slot, uint32_t count, Status* statuses) noexcept override;
   Status rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept override;
   bool settles() const noexcept override { return durability_ == Durability::kPower; }
   void settle(const uint32_t* slots, size_t count, Status* statuses) noexcept override;

@@ -83,6 +83,52 @@ void VolumeSet::settle(const uint32_t* slots, size_t count, Status* statuses) no
   }
 }
 
+uint32_t VolumeSet::longest_run(uint32_t slot) const noexcept {
+  const Volume* volume = volume_of(slot);
+  return volume == nullptr ? 1 : volume->longest_run(slot & kSlotMask);
+}
+
+// A run is in one volume: longest_run() says so.
+void VolumeSet::read_run(PageRun* run, Scratch& scratch) noexcept {
+  Volume* volume = volume_of(run->slot);
+  if (volume == nullptr) return;
+  const uint32_t base = run->slot & ~kSlotMask;
+  run->slot &= kSlotMask;
+  volume->read_run(run, scratch);
+  run->slot |= base;
+}
+
+bool VolumeSet::begin_run(PageRun* run, Scratch& scratch) noexcept {
+  Volume* volume = volume_of(run->slot);
+  if (volume == nullptr) return false;
+  const uint32_t base = run->slot & ~kSlotMask;
+  run->slot &= kSlotMask;
+  const bool begun = volume->begin_run(run, scratch);
+  run->slot |= base;
+  return begun;
+}
+
+bool VolumeSet::finish_run(PageRun* run, uint32_t first, uint32_t count) noexcept {
+  Volume* volume = volume_of(run->slot);
+  if (volume == nullptr) return false;
+  const uint32_t base = run->slot & ~kSlotMask;
+  run->slot &= kSlotMask;
+  const bool finished = volume->finish_run(run, first, count);
+  run->slot |= base;
+  return finished;
+}
+
+void VolumeSet::retire_run(uint32_t slot, uint32_t count, Status* statuses) noexcept {
+  for (uint32_t first = 0, taken = 0; first < count; first += taken) {
+    taken = std::min(count - first, kSlotMask - ((slot + first) & kSlotMask) + 1);
+    if (const std::shared_ptr<Volume> volume = get((slot + first) >> kSlotBits); volume != nullptr) {
+      volume->retire_run((slot + first) & kSlotMask, taken, statuses + first);
+    } else {
+      std::fill_n(statuses + first, taken, Status::kInvalid);
+    }
+  }
+}
+
 Status VolumeSet::rewrite_and_check(uint32_t slot, Scratch& scratch) noexcept {
   const std::shared_ptr<Volume> volume = get(slot >> kSlotBits);
   return volume == nullptr ? Status::kInvalid : volume->rewrite_and_check(slot & kSlotMask, scratch);
