@@ -225,8 +225,8 @@ def test_a_capacity_beyond_the_cgroup_is_refused_and_names_the_limit(
 ) -> None:
     from stepwell.tiers import limits
 
-    group = limits.CgroupLimit(limit_bytes=1 << 20, used_bytes=0, source="/sys/fs/cgroup/pod/memory.max")
-    monkeypatch.setattr(limits.MemoryLimits, "cgroups", lambda _: iter([group]))
+    limit = limits.Limit(1 << 20, "/sys/fs/cgroup/pod/memory.max")
+    monkeypatch.setattr(limits.MemoryLimits, "memory", lambda _: limit)
     with pytest.raises(BudgetError, match=r"more than 1048576 bytes \(/sys/fs/cgroup/pod/memory.max\)"):
         PageStore(directories.config(shared=8 * VOLUME_BYTES, disk=0))
     with pytest.raises(BudgetError, match=r"host: .*more than 1048576 bytes \(/sys/fs/cgroup/pod/memory.max\)"):

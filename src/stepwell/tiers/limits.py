@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from stepwell import _core
+
+T = TypeVar("T")
 
 # Left over by every reservation in memory, for what else the machine or the container does
 # meanwhile: one step of another process's reservation (64 MiB, volumes.py), which looks at the same
@@ -66,7 +68,7 @@ class MemoryLimits:
     def memory(self) -> Limit:
         """Return the least of the machine's memory and the cgroups' limits."""
         limits = [Limit(self._meminfo("MemTotal"), "MemTotal")]
-        limits.extend(Limit(group.limit_bytes, group.source) for group in self.cgroups())
+        limits.extend(self._groups(_limit_of_cgroup1, _limit_of_cgroup2))
         return min(limits, key=_nbytes)
 
     def machine(self) -> tuple[int, int]:
@@ -100,14 +102,18 @@ class MemoryLimits:
 
     def cgroups(self) -> Iterator[CgroupLimit]:
         """Yield every memory cgroup with a limit, from this process's own up to the mount."""
+        return self._groups(_read_cgroup1, _read_cgroup2)
+
+    def _groups(self, read1: Callable[[Path], T | None], read2: Callable[[Path], T | None]) -> Iterator[T]:
+        """Yield what is read of each memory cgroup with a limit, v1 or v2."""
         mounts = list(self._cgroup_mounts())
         for line in _read(self._root / "proc/self/cgroup").splitlines():
             _, _, rest = line.partition(":")
             controllers, _, group = rest.partition(":")
             if controllers == "":
-                read, wanted = _read_cgroup2, "cgroup2"
+                read, wanted = read2, "cgroup2"
             elif "memory" in controllers.split(","):
-                read, wanted = _read_cgroup1, "cgroup"
+                read, wanted = read1, "cgroup"
             else:
                 continue
             for kind, mount_root, mount_point in mounts:
@@ -115,8 +121,8 @@ class MemoryLimits:
                     yield from self._ancestors(read, mount_root, mount_point, group)
 
     def _ancestors(
-        self, read: Callable[[Path], CgroupLimit | None], mount_root: str, mount_point: str, group: str
-    ) -> Iterator[CgroupLimit]:
+        self, read: Callable[[Path], T | None], mount_root: str, mount_point: str, group: str
+    ) -> Iterator[T]:
         top = self._root / mount_point.lstrip("/")
         # Inside a container the mount may show only a part of the hierarchy; a group outside of it
         # is seen as its top.
@@ -159,7 +165,7 @@ def _nbytes(limit: Limit) -> int:
     return limit.nbytes
 
 
-def _read_cgroup2(group: Path) -> CgroupLimit | None:
+def _limit_of_cgroup2(group: Path) -> Limit | None:
     # Above memory.high a group is throttled and reclaimed rather than killed: to a cache that is a
     # limit all the same.
     limits = [
@@ -169,20 +175,31 @@ def _read_cgroup2(group: Path) -> CgroupLimit | None:
     ]
     if not limits:
         return None
-    used = _number(group / "memory.current") or 0
     value, name = min(limits)
-    dropped = _stat(group, "inactive_file", at_most=used)
-    return CgroupLimit(value, used - dropped, f"{group / name}", _stat(group, "shmem", at_most=used))
+    return Limit(value, f"{group / name}")
+
+
+def _read_cgroup2(group: Path) -> CgroupLimit | None:
+    limit = _limit_of_cgroup2(group)
+    if limit is None:
+        return None
+    used = _number(group / "memory.current") or 0
+    dropped, shmem = _stat(group, "inactive_file", "shmem", at_most=used)
+    return CgroupLimit(limit.nbytes, used - dropped, limit.source, shmem)
+
+
+def _limit_of_cgroup1(group: Path) -> Limit | None:
+    limit = _number(group / "memory.limit_in_bytes")
+    return None if limit is None else Limit(limit, f"{group / 'memory.limit_in_bytes'}")
 
 
 def _read_cgroup1(group: Path) -> CgroupLimit | None:
-    limit = _number(group / "memory.limit_in_bytes")
+    limit = _limit_of_cgroup1(group)
     if limit is None:
         return None
     used = _number(group / "memory.usage_in_bytes") or 0
-    droppable = _stat(group, "total_inactive_file", at_most=used)
-    source = f"{group / 'memory.limit_in_bytes'}"
-    return CgroupLimit(limit, used - droppable, source, _stat(group, "total_shmem", at_most=used))
+    dropped, shmem = _stat(group, "total_inactive_file", "total_shmem", at_most=used)
+    return CgroupLimit(limit.nbytes, used - dropped, limit.source, shmem)
 
 
 def _number(path: Path) -> int | None:
@@ -191,12 +208,14 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _stat(group: Path, field: str, *, at_most: int) -> int:
+def _stat(group: Path, *fields: str, at_most: int) -> list[int]:
+    """Return some fields of a group's statistics, 0 where it has no such field: the kernel adds them up to be read."""
+    found = dict.fromkeys(fields, 0)
     for line in _read(group / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
-        if name == field and value.isdecimal():
-            return min(int(value), at_most)
-    return 0
+        if name in found and value.isdecimal():
+            found[name] = min(int(value), at_most)
+    return list(found.values())
 
 
 def _read(path: Path) -> str:
