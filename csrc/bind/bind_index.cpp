@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../index.h"
+#include "../transfer.h"
 #include "../victims.h"
 #include "../volume.h"
 #include "bind.h"
@@ -101,13 +102,49 @@ nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>> view(const T* data, 
   return nb::ndarray<nb::numpy, const T, nb::ndim<sizeof...(Sizes)>>(data, sizeof...(Sizes), shape);
 }
 
-// 0: new in some tier; 1: present in some and new in none; 2: neither.
+constexpr size_t kNewRow = 0;
+
+// kNewRow: new in some tier; 1: present in some and new in none; 2: neither.
 size_t kind_of_row(const ClaimBatch& batch, size_t row) {
   const auto* outcomes = batch.outcomes.data() + row * kTiers;
   const auto has = [&](ClaimOutcome outcome) {
     return std::find(outcomes, outcomes + kTiers, outcome) != outcomes + kTiers;
   };
-  return has(ClaimOutcome::kNew) ? 0 : has(ClaimOutcome::kPresent) ? 1 : 2;
+  return has(ClaimOutcome::kNew) ? kNewRow : has(ClaimOutcome::kPresent) ? 1 : 2;
+}
+
+// The columns of Mover.submit(): pages: uint32[n]; roles: uint8[n, 4]; slots, numbers: uint32[n, 4].
+using PlanArrays =
+    std::tuple<nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>, nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>,
+               nb::ndarray<nb::numpy, uint32_t, nb::ndim<2>>, nb::ndarray<nb::numpy, uint32_t, nb::ndim<2>>>;
+
+// The copies of the pages that a save has claimed somewhere: from its pool, or, for one that is in shared memory already
+// and only lacks its disk copy, from there: it is verified on the way.
+PlanArrays plan_save(const ClaimBatch& batch, const Array1<int64_t>& pool_slots) {
+  check_same_length(pool_slots.shape(0), batch.pages.size(), "pages and slots differ in length");
+  std::vector<uint32_t> pages, slots, numbers;
+  std::vector<uint8_t> roles;
+  for (size_t row = 0; row < batch.pages.size(); ++row) {
+    if (kind_of_row(batch, row) != kNewRow) continue;
+    const size_t first = row * kTiers;
+    const auto outcome = [&](Tier tier) { return batch.outcomes[first + static_cast<size_t>(tier)]; };
+    const size_t source = outcome(Tier::kShared) == ClaimOutcome::kPresent && outcome(Tier::kDisk) == ClaimOutcome::kNew
+                              ? static_cast<size_t>(Tier::kShared)
+                              : static_cast<size_t>(kPoolColumn);
+    const size_t at = roles.size();
+    pages.push_back(batch.pages[row]);
+    for (size_t column = 0; column < kTiers; ++column) {
+      const bool is_new = batch.outcomes[first + column] == ClaimOutcome::kNew;
+      roles.push_back(static_cast<uint8_t>(is_new ? Role::kSink : Role::kUnused));
+      slots.push_back(batch.slots[first + column]);
+      numbers.push_back(batch.numbers[first + column]);
+    }
+    roles[at + source] = static_cast<uint8_t>(Role::kSource);
+    slots[at + kPoolColumn] = static_cast<uint32_t>(pool_slots.data()[row]);
+  }
+  const size_t count = pages.size();
+  return {to_numpy(std::move(pages)), to_numpy(std::move(roles), count, kTiers),
+          to_numpy(std::move(slots), count, kTiers), to_numpy(std::move(numbers), count, kTiers)};
 }
 
 // What a match was taken further by: claims, and a lease where it had none.
@@ -187,6 +224,11 @@ void bind_index(nb::module_& module) {
             return full;
           },
           nb::arg("tier"), nb::arg("rows"), "Count those of the first rows that found no slot in a tier.")
+      .def("plan_save", &plan_save, nb::arg("pool_slots"),
+           "Plan the copies of the pages that are new somewhere, out of `pool_slots: int64[n]`, one a page of the "
+           "claim; "
+           "one that only lacks its disk copy comes from shared memory. Returns pages, roles, slots, numbers as "
+           "Mover.submit() takes them.")
       .def_prop_ro(
           "outcomes",
           [](const ClaimBatch& self) {

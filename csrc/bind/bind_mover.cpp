@@ -567,8 +567,31 @@ void bind_mover_class(nb::module_& module) {
 
 }  // namespace
 
+void bind_plan(nb::module_& module) {
+  module.def(
+      "plan_sources",
+      [](const Array1<uint8_t>& tiers, const Array1<uint32_t>& slots) {
+        const size_t count = tiers.shape(0);
+        if (slots.shape(0) != count) throw nb::value_error("tiers and slots differ in length");
+        std::vector<uint8_t> roles(count * kTiers);
+        std::vector<uint32_t> columns(count * kTiers), numbers(count * kTiers);
+        for (size_t row = 0; row < count; ++row) {
+          const size_t tier = tiers.data()[row];
+          if (tier >= kTiers) throw nb::value_error("a tier is 0 (device), 1 (host), 2 (shared) or 3 (disk)");
+          roles[row * kTiers + tier] = static_cast<uint8_t>(Role::kSource);
+          columns[row * kTiers + tier] = slots.data()[row];
+        }
+        return std::tuple(to_numpy(std::move(roles), count, kTiers), to_numpy(std::move(columns), count, kTiers),
+                          to_numpy(std::move(numbers), count, kTiers));
+      },
+      nb::arg("tiers"), nb::arg("slots"),
+      "Begin a plan: page i comes from slots[i] of tiers[i]. Returns roles, slots, numbers as Mover.submit() takes "
+      "them.");
+}
+
 void bind_mover(nb::module_& module) {
   bind_words(module);
+  bind_plan(module);
   bind_waker(module);
   bind_inbox(module);
   bind_transfer(module);

@@ -1,11 +1,14 @@
 // Status, checksums, the hash chain, page shapes, pools, the guard and fault points.
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "bind.h"
 #include "copy.h"
@@ -148,6 +151,16 @@ void bind_hashing(nb::module_& module) {
       },
       nb::arg("data"), "Return the SHA-256 of `data`.");
   module.def(
+      "first_negative",
+      [](const Array1<int32_t>& numbers) {
+        const int32_t *first = numbers.data(), *end = first + numbers.size();
+        int32_t all = 0;
+        for (const int32_t* each = first; each != end; ++each) all |= *each;  // without a branch: it is vectorized
+        if (all >= 0) return int64_t{-1};
+        return static_cast<int64_t>(std::find_if(first, end, [](int32_t each) { return each < 0; }) - first);
+      },
+      nb::arg("numbers"), "Return where the first number below 0 of `numbers: int32[n]` is, -1 where there is none.");
+  module.def(
       "hash_chain",
       [](std::optional<nb::bytes> prior, Array1<int32_t> tokens, int64_t page_tokens) {
         if (page_tokens < 1)
@@ -241,7 +254,26 @@ void scatter_page(const PoolHandle& pool, uint64_t slot, Bytes source, uint32_t*
   });
 }
 
+// How far slots go, and whether they are all different; what is not within the pool is not looked at for that.
+std::tuple<int64_t, int64_t, bool> slot_range(const Array1<int64_t>& slots, int64_t count) {
+  const int64_t *first = slots.data(), *end = first + slots.shape(0);
+  if (first == end) return {0, -1, true};
+  const auto [low, high] = std::minmax_element(first, end);
+  if (*low < 0 || *high >= count) return {*low, *high, true};
+  std::vector<bool> is_named(static_cast<size_t>(*high - *low) + 1);
+  for (const int64_t* each = first; each != end; ++each) {
+    const auto at = static_cast<size_t>(*each - *low);
+    if (is_named[at]) return {*low, *high, false};
+    is_named[at] = true;
+  }
+  return {*low, *high, true};
+}
+
 void bind_pool(nb::module_& module) {
+  module.def(
+      "slot_range", &slot_range, nb::arg("slots"), nb::arg("count"),
+      "Return the least and the greatest of `slots: int64[n]`, (0, -1) for none, and whether they are all different, "
+      "which is looked at where they are within 0..count - 1.");
   nb::class_<PoolHandle>(module, "Pool", "The layout of a pool in memory that the caller keeps alive. Immutable.")
       .def(
           "__init__",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +49,10 @@ _MOST_USED: Final = 1024
 _LOOK_SECONDS: Final = 1.0
 """How often who waits for a transfer to end looks whether it was given up."""
 _CLAIMED_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
+# What arrays are compared with: with a member of an enum it takes numpy four times as long, to find that it is an int.
+_HOST: Final = int(Tier.HOST)
+_DISK: Final = int(Tier.DISK)
+_IN_PLACE: Final = (int(Residency.RESIDENT), int(Residency.QUARANTINED))
 
 
 @dataclass(slots=True)
@@ -86,8 +91,7 @@ class _Staged:
     was_done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
+class _Watched(msgspec.Struct, frozen=True):
     transfer: Transfer
     core: _core.Transfer
     is_load: bool
@@ -159,21 +163,9 @@ class Copies:
 
         Where the epoch has turned since `turn` they are: their bytes are of weights that their claims may not be of.
         """
-        outcomes = batch.outcomes
-        new = outcomes == NEW
-        rows = np.flatnonzero(new.any(axis=1))
-        if rows.size == 0:
+        plan = Plan(*batch.plan_save(source.slots))
+        if plan.pages.size == 0:
             return self.ended(inbox)
-        plan = Plan.empty(batch.pages[rows])
-        plan.roles[new[rows]] = SINK
-        plan.slots[:] = batch.slots[rows]
-        plan.numbers[:] = batch.numbers[rows]
-        # A page that is in shared memory already and only lacks its disk copy is read from there: it is verified on the
-        # way.
-        from_shared = (outcomes[rows, Tier.SHARED] == PRESENT) & new[rows, Tier.DISK]
-        plan.roles[from_shared, Tier.SHARED] = SOURCE
-        plan.roles[~from_shared, POOL_COLUMN] = SOURCE
-        plan.slots[:, POOL_COLUMN] = source.slots[rows]
         transfer = None
         if turn == self.epoch.turns:
             transfer = self.submit(
@@ -275,8 +267,8 @@ class Copies:
         if not self._room.has_staging or Tier.HOST not in match.tiers:
             return *match.locations(), None
         ids, tiers, slots, numbers, states = self._index.lease_states(match.lease_id())
-        rows = (tiers == Tier.HOST) & (states != Residency.RESIDENT) & (states != Residency.QUARANTINED)
-        if not rows.any():
+        rows = (tiers == _HOST) & (states != _IN_PLACE[0]) & (states != _IN_PLACE[1])
+        if not np.count_nonzero(rows):
             return ids, tiers, slots, None
         with self._lock:
             staged = list(self._staged)
@@ -341,19 +333,18 @@ class Copies:
             Whether there are claims, in `taken`; each has pinned its page.
         """
         has_claims = False
-        open_rows = tiers == Tier.DISK
-        if not open_rows.any():
-            return False
+        open_rows = tiers == _DISK
         for target in (Tier.SHARED, Tier.HOST):
-            if not self._room.is_writable(target) or not open_rows.any():
+            pages = int(np.count_nonzero(open_rows))
+            if pages == 0:
+                break
+            if not self._room.is_writable(target) or (target is Tier.HOST and self._room.stages_only):
                 continue
-            if target is Tier.HOST and self._room.stages_only:
-                continue
-            self._room.make(target, int(open_rows.sum()))
+            self._room.make(target, pages)
             batch = self._index.claim_leased(lease, target, open_rows, into=taken)
             new = batch.outcomes[:, target] == NEW
             _take_claims(plan, batch, target, new)
-            has_claims |= bool(new.any())
+            has_claims |= bool(np.count_nonzero(new))
             open_rows = open_rows & (batch.outcomes[:, target] == FULL)
         return has_claims
 
@@ -375,7 +366,7 @@ class Copies:
         staged = batch.outcomes[:, Tier.HOST] == NEW
         barred = batch.outcomes[:, Tier.HOST] == REFUSED
         _take_claims(plan, batch, Tier.HOST, staged)
-        cold = staged & (tiers == Tier.DISK)
+        cold = staged & (tiers == _DISK)
         if self._room.is_writable(Tier.SHARED) and cold.any():
             self._room.make(Tier.SHARED, int(cold.sum()))
             batch = self._index.claim_leased(lease, Tier.SHARED, cold)
@@ -585,11 +576,7 @@ class Copies:
 
 
 def _plan_from(ids: U32, tiers: U8, slots: U32) -> Plan:
-    plan = Plan.empty(ids)
-    rows = np.arange(ids.size)
-    plan.roles[rows, tiers] = SOURCE
-    plan.slots[rows, tiers] = slots
-    return plan
+    return Plan(ids, *_core.plan_sources(tiers, slots))
 
 
 def _copy_plan(batch: _core.ClaimBatch, source: Tier, target: Tier) -> Plan:

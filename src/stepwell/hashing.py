@@ -13,6 +13,7 @@ its `storage_namespace_seed`: pages saved through its backend and through Python
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def as_keys(keys: Keys) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(keys)
 
 
+@functools.lru_cache(maxsize=1024)  # it is asked for with every call that names a namespace
 def namespace_seed(adapter: str | None, salt: str | None) -> bytes | None:
     """Return the seed that keeps the pages of one adapter and salt (tenant) apart from all others.
 
@@ -127,12 +129,15 @@ def as_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
         raise TokenError(f"tokens have shape {array.shape}: give one dimension")
     if array.dtype.kind not in "iu":
         raise TokenError(f"tokens have dtype {array.dtype}: give integers, best int32")
-    # An int32 cannot be too large: that saves a pass, a tenth of what hashing costs.
-    is_too_large = array.dtype != np.int32 and np.maximum.reduce(array, initial=0) > MAX_TOKEN
-    if is_too_large or np.minimum.reduce(array, initial=0) < 0:
+    checked = np.ascontiguousarray(array, dtype=np.int32)
+    if array.dtype == np.int32:  # cannot be too large: that saves a pass, a tenth of what hashing costs
+        is_right = _core.first_negative(checked) < 0
+    else:
+        is_right = array.size == 0 or (array.min() >= 0 and array.max() <= MAX_TOKEN)
+    if not is_right:
         position = int(np.argmax((array < 0) | (array > MAX_TOKEN)))
         raise TokenError(f"token {position} is {array[position]}: give 0 to {MAX_TOKEN}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    return checked
 
 
 def prefix_hashes(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell.errors import LeaseClosedError
 from stepwell.index import ALL_TIERS, Index, MatchResult, Miss, Tier
+
+_MISSES: Final = tuple(Miss)
 
 
 class Match:
@@ -59,7 +61,7 @@ class Match:
     @property
     def miss(self) -> Miss:
         """Why the prefix ends where it does; NONE if it covers all whole pages."""
-        return Miss(self._result.miss)
+        return _MISSES[self._result.miss]
 
     @property
     def epoch(self) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Generator
-from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Final, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +64,7 @@ STATUS_REASON: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Say for each page of a batch where it comes from and where it goes.
 
     Columns are the pool, then host, shared, disk. pages: uint32[n]. roles: uint8[n, 4] of UNUSED, SOURCE, SINK: one
@@ -387,8 +386,7 @@ class SaveOutcome(IntEnum):
     REFUSED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SaveResult:
+class SaveResult(msgspec.Struct, frozen=True):
     """What became of a save, in pages; saved + present + pending + refused = whole pages of the tokens.
 
     saved: claimed by this call, their bytes under way. present: here already. pending: another caller is bringing them.
@@ -406,8 +404,7 @@ class SaveResult:
     full: Full | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
+class Full(msgspec.Struct, frozen=True):
     """Say why there was no room: a value, not an error.
 
     tier: its name. needed: pages that found no slot. free, evictable, leaving: pages at that moment. pinned: pages that

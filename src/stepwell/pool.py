@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -109,17 +110,15 @@ class LentPool:
             if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
                 raise StepwellUsageError(f"slots: need a 1-D array of ints, got {given.dtype}{list(given.shape)}")
             chosen = given.astype(np.int64)
-        if chosen.size:
-            low, high = int(chosen.min()), int(chosen.max())
-            if low < 0 or high >= self._slots:
-                raise StepwellUsageError(f"slots: {low}..{high} are not all within the pool's 0..{self._slots - 1}")
-            if np.unique(chosen).size != chosen.size:
-                raise StepwellUsageError("slots: a slot is named twice")
+        low, high, are_distinct = _core.slot_range(chosen, self._slots)
+        if low < 0 or high >= self._slots:
+            raise StepwellUsageError(f"slots: {low}..{high} are not all within the pool's 0..{self._slots - 1}")
+        if not are_distinct:
+            raise StepwellUsageError("slots: a slot is named twice")
         return PoolSlice(self, chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSlice:
+class PoolSlice(msgspec.Struct, frozen=True):
     """Some slots of a lent pool, in order: the i-th is where the i-th page comes from or goes to."""
 
     pool: LentPool

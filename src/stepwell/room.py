@@ -25,6 +25,10 @@ from stepwell.stats import Counters
 from stepwell.tiers.base import PageTier
 from stepwell.tiers.volume_tier import VolumeTier
 
+_LASTING: Final = (Tier.SHARED, Tier.DISK)
+"""Tiers that outlive the process."""
+_NEW: Final = int(ClaimOutcome.NEW)
+_DISK_BIT: Final = tier_mask(Tier.DISK)
 _MENDED_AT_ONCE: Final = 16
 _MEND_TRIES: Final = 6
 """Tries after which a slot that cannot be rewritten and read back is retired; with the waits below, 31 seconds."""
@@ -89,12 +93,17 @@ class Room:
     @property
     def all_tiers(self) -> list[Tier]:
         """Every tier the store has, nearest to the computation first."""
-        return [*([Tier.DEVICE] if self.has_device else []), *sorted(self._tiers)]
+        tiers = sorted(self._tiers)
+        return [Tier.DEVICE, *tiers] if self.has_device else tiers
 
     @property
     def readable(self) -> int:
         """The mask of tiers that a load into the caller's memory can read: those in service."""
-        return tier_mask(*filter(self.health.is_readable, list(self._tiers)))
+        mask, is_readable = 0, self.health.is_readable
+        for tier in list(self._tiers):
+            if is_readable(tier):
+                mask |= 1 << tier
+        return mask
 
     def is_writable(self, tier: Tier) -> bool:
         """Whether pages may be written to a tier: the store has it, and it serves."""
@@ -104,7 +113,7 @@ class Room:
     def keeping(self) -> tuple[Tier, ...]:
         """Tiers that pages are written to and that pin() keeps them in: those that outlive the process, else host
         memory."""
-        lasting = tuple(tier for tier in (Tier.SHARED, Tier.DISK) if tier in self._tiers)
+        lasting = tuple([tier for tier in _LASTING if tier in self._tiers])
         return lasting or ((Tier.HOST,) if Tier.HOST in self._tiers else ())
 
     @property
@@ -139,15 +148,15 @@ class Room:
     @staticmethod
     def pages_for(tier: Tier, pages: int, meant: npt.NDArray[np.uint8] | None) -> int:
         """Count those of a save's pages that are meant for a tier."""
-        return pages if meant is None else int((meant >> tier & 1).sum())
+        return pages if meant is None else int(np.count_nonzero(meant & (1 << tier)))
 
     def count_meant(self, outcomes: npt.NDArray[np.uint8], meant: npt.NDArray[np.uint8] | None) -> None:
         """Count what a save's claims came to, where disk writes are selective."""
         if meant is None:
             return
-        written = outcomes[:, Tier.DISK] == ClaimOutcome.NEW
-        held_back = (outcomes[:, Tier.SHARED] == ClaimOutcome.NEW) & (meant[: len(outcomes)] >> Tier.DISK == 0)
-        self._counters.selected(int(written.sum()), int(held_back.sum()))
+        written = outcomes[:, Tier.DISK] == _NEW
+        held_back = (outcomes[:, Tier.SHARED] == _NEW) & (meant[: len(outcomes)] < _DISK_BIT)
+        self._counters.selected(int(np.count_nonzero(written)), int(np.count_nonzero(held_back)))
 
     def pinnable(self, fraction: float) -> int:
         """Say how many pages pins may keep: a fraction of the smallest of `keeping` once it has grown, and never so
@@ -182,7 +191,7 @@ class Room:
             is_bound: not to wait longer, come what may: where evicting writes to files, the keeper does it, for a disk
                 that hangs would keep who does.
         """
-        if not self.health.is_writable(tier):
+        if pages <= self._index.claimable(tier) or not self.health.is_writable(tier):
             return
         give_up_at = time.monotonic() + patience
         while self._index.claimable(tier) < pages:
@@ -298,7 +307,7 @@ class Room:
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
-        if pages <= 0 or tier not in self.all_tiers:
+        if pages <= 0 or not (tier in self._tiers or (tier is Tier.DEVICE and self.has_device)):
             return 0
         with self._index.evict(tier, pages, self.medium(tier)) as victims:
             return self._free(tier, victims)

@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 Order = Literal["page", "layer"]
 
 KIND_KV: Final = 1
+_STORED: Final = int(SaveOutcome.STORED)
+_REFUSED: Final = int(SaveOutcome.REFUSED)
 _VERIFY_PAGES: Final = 64
 _GROWTH_SECONDS: Final = 2.0
 """What a save waits at most for memory that was not taken yet: rather that than evict, or refuse, beside free capacity.
@@ -302,9 +304,11 @@ class PageStore:
         mask = tier_mask(*targets)
         with Taken(self._index) as taken:
             # Touch and pin what is here of this chain, so that making room for its tail does not take its head. A match
-            # pins each page in one tier alone: each tier that is to make room gets one of its own.
+            # pins each page in one tier alone: each tier that is to make room gets one of its own, and the chain, where
+            # its pages lie in one and the other, one more.
             with Taken(self._index) as head:
-                self._index.match_and_pin(name_space, checked, mask, into=head)
+                if len(targets) > 1:
+                    self._index.match_and_pin(name_space, checked, mask, into=head)
                 known = {
                     tier: self._index.match_and_pin(name_space, checked, tier_mask(tier), into=head) for tier in targets
                 }
@@ -609,12 +613,12 @@ class PageStore:
         state = 1 if parent is not None else 0 if first_of_chain else 2
         limit = None if deadline is None else self._clock.monotonic() + deadline
         targets = self._shed(self._room.write_through, len(checked), deadline)
-        result = np.full(len(checked), SaveOutcome.REFUSED, dtype=np.uint8)
+        result = np.full(len(checked), _REFUSED, dtype=np.uint8)
         if not targets:
             for row, key in enumerate(checked):
                 here, _ = self._index.probe(key[None], kind, self._room.readable)
                 result[row] = SaveOutcome.PRESENT if here else SaveOutcome.REFUSED
-            refused = int((result == SaveOutcome.REFUSED).sum())
+            refused = int(np.count_nonzero(result == _REFUSED))
             self._counters.saved(0, refused)
             self._count_skipped(targets, refused)
             return result
@@ -623,17 +627,18 @@ class PageStore:
         with Taken(self._index) as taken:
             # Touch and pin what is here of these keys, so that making room for the rest does not take it.
             with Taken(self._index) as here_now:
-                self._index.match_keys_and_pin(checked, kind, mask, into=here_now)
+                found = self._index.match_keys_and_pin(checked, kind, mask, into=here_now)
                 for tier in targets:
-                    here, _ = self._index.probe(checked, kind, tier_mask(tier))
+                    here = found.pages if len(targets) == 1 else self._index.probe(checked, kind, tier_mask(tier))[0]
                     meant = self._room.meant_for(checked, here) if tier is Tier.SHARED else meant
                     wanted = self._room.pages_for(tier, len(checked), meant) - here
                     patience = _GROWTH_SECONDS if limit is None else min(_GROWTH_SECONDS, self._left(limit))
                     self._room.make(tier, wanted, patience=patience, is_bound=limit is not None)
                 batch = self._index.claim_absent_keys(checked, kind, state, parent or b"", mask, meant, into=taken)
             self._room.count_meant(batch.outcomes, meant)
-            new = (batch.outcomes == NEW).any(axis=1)
-            here = (batch.outcomes == PRESENT).any(axis=1) | (batch.outcomes == PENDING).any(axis=1)
+            outcomes = batch.outcomes
+            new = (outcomes == NEW).any(axis=1)
+            here = ((outcomes == PRESENT) | (outcomes == PENDING)).any(axis=1)
             result[here & ~new] = SaveOutcome.PRESENT
             left = None if limit is None else self._left(limit)
             transfer = self._copies.save(batch, source, turn, taken, deadline=left)
@@ -645,8 +650,8 @@ class PageStore:
                     landed = transfer.ok
                     rows = np.flatnonzero(new)
                     result[rows[landed]] = SaveOutcome.STORED
-        stored = int(np.count_nonzero(result == SaveOutcome.STORED))
-        self._counters.saved(stored, int(np.count_nonzero(result == SaveOutcome.REFUSED)))
+        stored = int(np.count_nonzero(result == _STORED))
+        self._counters.saved(stored, int(np.count_nonzero(result == _REFUSED)))
         self._count_skipped(targets, stored)
         return result
 
@@ -1334,7 +1339,8 @@ class PageStore:
                 f"{name}: the pool was lent for the geometry {given.pool.fingerprint.hex()[:16]}, "
                 f"this store's is {self._fingerprint.hex()[:16]}; lend it to this store"
             )
-        if len(given) and (given.slots.min() < 0 or given.slots.max() >= given.pool.slots):
+        low, high, _ = _core.slot_range(given.slots, given.pool.slots)
+        if low < 0 or high >= given.pool.slots:
             raise StepwellUsageError(f"{name}: slots are not all within the pool's 0..{given.pool.slots - 1}")
 
     def _check_target(self, into: PoolSlice) -> None:
