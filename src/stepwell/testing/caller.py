@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepwell import _core
 from stepwell.index import Tier
@@ -89,6 +90,7 @@ class Caller:
         self.number = number
         self.page_bytes = world.geometry.page_bytes
         self.rows = np.zeros((POOL_SLOTS, self.page_bytes), np.uint8)
+        self.untouched = bytes([UNTOUCHED]) * self.page_bytes
         self.counted = dict.fromkeys(("looked up", "hits", "saved", "loaded", "evicted", "quarantined"), 0)
         self.epoch = 0
         self.open(After({}, set()))
@@ -102,8 +104,11 @@ class Caller:
         self.index, self.state = self.store._index, self.store._index.state
         self.store.mover.before, self.store.mover.after = self.claimed, self.landed
         self.pool: LentPool = lend_canonical(self.store._shape, self.rows)
+        self._tiers: list[int] = []
+        self._known_tiers = 0
         self.place = self.tiers
         self.free = list(range(POOL_SLOTS))
+        self.rows.fill(UNTOUCHED)
         self.running: list[Running] = []
         self.held: list[Held] = []
         self.pins: list[tuple[Pinned, list[bytes], float]] = []
@@ -126,7 +131,10 @@ class Caller:
     @property
     def tiers(self) -> list[int]:
         """The tiers that the store has: memory to stage neighbours' pages in becomes one with the first of them."""
-        return [int(tier) for tier in self.store._room.all_tiers]
+        if len(self.store._tiers) != self._known_tiers:
+            self._known_tiers = len(self.store._tiers)
+            self._tiers = [int(tier) for tier in self.store._room.all_tiers]
+        return self._tiers
 
     @property
     def usable(self) -> list[int]:
@@ -205,8 +213,7 @@ class Caller:
         return self.pool[np.array(slots, np.int64)]
 
     def blank(self, slots: Sequence[int]) -> PoolSlice:
-        """Put what is no page's into slots, and name these."""
-        self.rows[slots] = UNTOUCHED
+        """Name slots, which hold what is no page's: those that nobody uses do."""
         return self.pool[np.array(slots, np.int64)]
 
     def is_right(self, slot: int, key: bytes, epoch: int) -> bool:
@@ -238,22 +245,24 @@ class Caller:
         """Look where pages are now, and have the model judge what has changed.
 
         Args:
-            keys: those that may have changed; None: all that are known, and those that the step wanted.
+            keys: known ones that may have changed; None: all that are known, and those that the step wanted.
 
         Returns:
             Those of the wanted ones that began to arrive somewhere.
         """
         state, model, world = self.state, self.model, self.world
         pages = model.pages
-        now: dict[bytes, States] = {}
-        for key in [*pages, *step.wanted, *step.returns] if keys is None else keys:
-            became = state(key, KV)
-            if became != (pages[key].at if key in pages else NOWHERE):
+        known = pages.items() if keys is None else [(key, pages[key]) for key in keys]
+        now: dict[bytes, States] = {key: became for key, page in known if (became := state(key, KV)) != page.at}
+        for key in () if keys is not None else (*step.wanted, *step.returns):
+            if key not in pages and (became := state(key, KV)) != NOWHERE:
                 now[key] = became
         coming = [key for key in step.wanted if key in now and _begins(model.states(key), now[key])]
         if world.is_failing:
             step = world.leniently(step)
         self.has_pressed |= step.room and not step.spares
+        if not now:
+            return []
         model.see(now, step)
         if world.is_shared:
             world.note(self.epoch, now)
@@ -347,9 +356,10 @@ class Caller:
         return each
 
     def misses(self) -> int:
-        """Return how many pages the store says it has missed."""
+        """Return how many pages the store has counted as missed; what stats() says of them is held to the tally's."""
         self.poll()
-        return sum(self.store.stats().misses.values())
+        self.store._copies.account()
+        return sum(self.store._counters.misses.values())
 
     def poll(self) -> None:
         """Check what has been decided, and return what has ended."""
@@ -376,9 +386,9 @@ class Caller:
 
     def _ended(self, each: Running) -> None:
         self.running.remove(each)
-        if any((self.rows[slot] != UNTOUCHED).any() for slot in (each.slots if each.tiers else ())):
+        if any(self.rows[slot].tobytes() != self.untouched for slot in each.slots):
             raise BrokenPromise("bytes landed in memory that had been given back")
-        self.give_back(each.slots)
+        self.free.extend(each.slots)
         if each.tiers:
             self.tally.undelivered += int((each.core.page_status() != OK).sum())
         if each.epoch == self.epoch:
@@ -463,4 +473,6 @@ class Caller:
 
 
 def _begins(before: States, now: States) -> bool:
-    return any(was != ARRIVING and became == ARRIVING for was, became in zip(before, now, strict=True))
+    return ARRIVING in now and any(
+        was != ARRIVING and became == ARRIVING for was, became in zip(before, now, strict=True)
+    )

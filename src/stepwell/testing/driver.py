@@ -208,9 +208,12 @@ def draw(shape: Shape, random_: random.Random, count: int) -> Iterator[Step]:
     operations = operations_of(kinds_of(shape)[1])
     names = list(operations)
     weights = list(itertools.accumulate(operations[each].weight for each in names))
+    arguments = {
+        each: [(key, values, len(values)) for key, values in operations[each].arguments.items()] for each in names
+    }
+    number = random_.random
     for chosen in random_.choices(names, cum_weights=weights, k=count):
-        arguments = operations[chosen].arguments
-        yield chosen, {key: values[int(random_.random() * len(values))] for key, values in arguments.items()}
+        yield chosen, {key: values[int(number() * choices)] for key, values, choices in arguments[chosen]}
 
 
 def play(shape: Shape, seed: int, steps: Iterable[Step], totals: Totals) -> None:

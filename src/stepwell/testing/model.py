@@ -37,7 +37,10 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
+
+import msgspec
 
 from stepwell.index import Miss, Residency, Tier
 
@@ -49,6 +52,7 @@ States = tuple[int, ...]
 """The residency of one page, by tier."""
 NOWHERE: States = (ABSENT,) * TIERS
 UNPINNED = [0] * TIERS
+_COUNTED = (("arriving", ARRIVING), ("resident", RESIDENT), ("quarantined", QUARANTINED))
 
 
 class BrokenPromise(AssertionError):  # noqa: N818 it is what it says
@@ -90,8 +94,7 @@ class After(NamedTuple):
     damaged: set[tuple[bytes, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What one step may do, beside what it must.
 
     wanted: pages that may be brought somewhere. named: pages that the caller takes out himself. room: others may leave
@@ -107,7 +110,7 @@ class Step:
     gives_up: bool = False
     mends: bool = False
     fails: bool = False
-    returns: Mapping[bytes, Collection[int]] = field(default_factory=dict)
+    returns: Mapping[bytes, Collection[int]] = MappingProxyType({})
     spares: bool = False
 
 
@@ -212,10 +215,10 @@ class StoreModel:
         used = counts["arriving"] + counts["resident"] + counts["leaving"] + counts["quarantined"]
         if counts["free"] + used != counts["capacity"]:
             raise BrokenPromise(f"{Tier(tier)}: slots do not add up: {counts}")
-        for name, residency in (("arriving", ARRIVING), ("resident", RESIDENT), ("quarantined", QUARANTINED)):
-            here = self.counts[tier][residency]
-            if not here <= counts[name] <= here + others:
-                raise BrokenPromise(f"{Tier(tier)}: {counts[name]} slots are {name}, {here} pages are")
+        known = self.counts[tier]
+        for name, residency in _COUNTED:
+            if not known[residency] <= counts[name] <= known[residency] + others:
+                raise BrokenPromise(f"{Tier(tier)}: {counts[name]} slots are {name}, {known[residency]} pages are")
 
     # ---- use: what makes a page stay longer --------------------------------------------------------------------------
 
@@ -263,14 +266,16 @@ class StoreModel:
         """Count (+1) or return (-1) a lease's pins: each page stays in the tier it was found in (3)."""
         for key, tier in zip(keys, tiers, strict=True):
             self.know(key).pins[tier] += change
-        self.forget_unknown(keys)
+        if change < 0:
+            self.forget_unknown(keys)
 
     def claim(self, keys: Iterable[bytes], change: int) -> None:
         """Count or return the pins of a transfer that brings pages somewhere."""
         keys = list(keys)
         for key in keys:
             self.know(key).claims += change
-        self.forget_unknown(keys)
+        if change < 0:
+            self.forget_unknown(keys)
 
     def coverable(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the leading pages that are somewhere or on their way: those that a pin() covers."""
@@ -338,24 +343,21 @@ class StoreModel:
         gone: list[list[bytes]] = [[] for _ in range(TIERS)]
         moves: list[tuple[bytes, int, int]] = []
         for key, states in now.items():
-            before = self.states(key)
-            if before == states:
-                continue
-            for tier in range(TIERS):
-                was, became = before[tier], states[tier]
+            for tier, (was, became) in enumerate(zip(self.states(key), states, strict=True)):
                 if was == became:
                     continue
                 if was == RESIDENT and became in (ABSENT, ARRIVING, LEAVING):
                     gone[tier].append(key)
-                if (was, became) != (RESIDENT, ABSENT):
+                if was != RESIDENT or became != ABSENT:
                     moves.append((key, tier, became))
-        # One that pin() keeps and that leaves one tier of two may have done so first: then it stays in the other.
-        last = {key for left in gone for key in left if self.pages[key].holds}
-        for tier in range(TIERS):
-            if gone[tier]:
-                self._leave(tier, gone[tier], step, last)
-        for left in gone:  # one that is nowhere now is a new page where it is wanted again
-            self.forget_unknown(left)
+        if any(gone):
+            # One that pin() keeps and that leaves one tier of two may have done so first: then it stays in the other.
+            last = {key for left in gone for key in left if self.pages[key].holds}
+            for tier in range(TIERS):
+                if gone[tier]:
+                    self._leave(tier, gone[tier], step, last)
+            for left in gone:  # one that is nowhere now is a new page where it is wanted again
+                self.forget_unknown(left)
         for key, tier, became in moves:
             self._move(key, tier, became, step)
         self.forget_unknown(now)
@@ -363,21 +365,19 @@ class StoreModel:
     def _move(self, key: bytes, tier: int, became: int, step: Step) -> None:
         page = self.know(key)
         was = page.at[tier]
-        match (was, became):
-            case (Residency.ABSENT | Residency.QUARANTINED, Residency.ARRIVING):  # nobody brings what nobody wants
-                allowed = key in step.wanted and (was == ABSENT or step.mends)
-            case (Residency.ARRIVING, Residency.RESIDENT):
-                allowed = step.lands
-            case (Residency.ARRIVING, Residency.ABSENT):  # as if it had not been begun (7)
-                allowed = step.gives_up
-            case (Residency.ABSENT, Residency.RESIDENT):  # claimed and landed in one step, or its volume was adopted
-                allowed = (key in step.wanted and step.lands) or tier in step.returns.get(key, ())
-            case (Residency.RESIDENT | Residency.ARRIVING, Residency.QUARANTINED):  # who reads what is damaged (9)
-                allowed = page.damaged[tier] or step.fails
-            case (Residency.QUARANTINED, Residency.ABSENT):  # its slot was rewritten and read back
-                allowed = step.mends
-            case _:
-                allowed = False
+        allowed = False
+        if became == ARRIVING and was in (ABSENT, QUARANTINED):  # nobody brings what nobody wants
+            allowed = key in step.wanted and (was == ABSENT or step.mends)
+        elif became == RESIDENT and was == ARRIVING:
+            allowed = step.lands
+        elif became == ABSENT and was == ARRIVING:  # as if it had not been begun (7)
+            allowed = step.gives_up
+        elif became == RESIDENT and was == ABSENT:  # claimed and landed in one step, or its volume was adopted
+            allowed = (key in step.wanted and step.lands) or tier in step.returns.get(key, ())
+        elif became == QUARANTINED and was in (RESIDENT, ARRIVING):  # who reads what is damaged (9)
+            allowed = page.damaged[tier] or step.fails
+        elif became == ABSENT and was == QUARANTINED:  # its slot was rewritten and read back
+            allowed = step.mends
         if not allowed:
             raise BrokenPromise(
                 f"page {name(key)} in {Tier(tier)}: {Residency(was).name} -> {Residency(became).name}, and {step} "
@@ -431,12 +431,14 @@ class StoreModel:
     def _settle(self, key: bytes) -> None:
         """Have the page stand in the order of each tier where it may leave, and only there."""
         page = self.pages[key]
+        kept = [tier for tier in self.lasting if page.at[tier] == RESIDENT] if page.holds else []
         for tier, order in enumerate(self.order):
-            is_last = page.holds > 0 and [each for each in self.lasting if page.at[each] == RESIDENT] == [tier]
-            may_leave = page.at[tier] == RESIDENT and not is_last
-            if may_leave and key not in order:
+            may_leave = page.at[tier] == RESIDENT and kept != [tier]
+            if may_leave == (key in order):
+                continue
+            if may_leave:
                 order.insert(self._arrival(tier, key), key)
-            elif not may_leave and key in order:
+            else:
                 order.remove(key)
 
     def _arrival(self, tier: int, key: bytes) -> int:

@@ -129,7 +129,8 @@ class Operations:
     def pinned(self, it: Caller, keys: Sequence[bytes]) -> Iterator[None]:
         """Have the model keep inside the `with` block what a save finds of its own chain, in all tiers together and in
         each: making room for the tail does not take the head."""
-        runs = [it.model.find(keys, tiers) for tiers in (it.lasting, *([tier] for tier in it.lasting))]
+        alone = [[tier] for tier in it.lasting] if len(it.lasting) > 1 else []
+        runs = [it.model.find(keys, tiers) for tiers in (it.lasting, *alone)]
         for change in (+1, -1):
             for found in runs:
                 it.model.pin(keys[: found.pages], found.tiers, change)

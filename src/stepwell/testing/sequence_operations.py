@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from stepwell.errors import DeviceResetError, StepwellUsageError
 from stepwell.index import Tier

@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, cast
 
 import numpy as np
-from msgspec import structs
+from msgspec.structs import replace
 
 from stepwell import sequence as real
 from stepwell.config import DeviceTier, StoreConfig
@@ -353,4 +352,4 @@ class SequenceWorld(World):
         """Return the configuration of the stores."""
         config = super().config(epoch)
         step_bytes = self.shape.step_pages * self.geometry.page_bytes
-        return structs.replace(config, device=DeviceTier(pages=self.shape.device, step_bytes=step_bytes))
+        return replace(config, device=DeviceTier(pages=self.shape.device, step_bytes=step_bytes))
