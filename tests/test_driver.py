@@ -168,6 +168,23 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_it_ends_quietly_where_nobody_reads_what_it_prints() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "stepwell.testing", "--steps", "0"],
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        os.close(writes)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_a_run_in_slices_is_the_run_in_one(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     for _ in range(20):

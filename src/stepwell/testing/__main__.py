@@ -215,7 +215,11 @@ def show_summary(state: State, *, as_json: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns its exit code: 0 nothing was found, 1 something, 2 misuse, 130 ended by ctrl-C."""
+    """Run the command.
+
+    Returns:
+        Its exit code: 0 nothing was found, 1 something, or nobody read what was, 2 misuse, 130 ended by ctrl-C.
+    """
     made = parser()
     given = made.parse_args(arguments)
     logging.disable(logging.ERROR)  # what the stores say of the failures that they are given
@@ -224,17 +228,27 @@ def main(arguments: list[str] | None = None) -> int:
     if given.hypothesis and (given.state is not None or given.seconds is not None):
         made.error("--hypothesis has no --state and no --seconds")
     try:
-        if given.replay is not None:
-            return run_replay(given.replay)
-        if given.hypothesis:
-            return 0 if run_hypothesis(given.seed, given.steps) else 1
-        return run_seed(given)
+        code = run_given(given)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:  # whoever read the output stopped early (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        return 1
     except ModuleNotFoundError as error:
         made.error(f"{error}: pip install 'stepwell[testing]'")
     except (MisuseError, NoPlaceError) as error:
         made.error(str(error))
     except KeyboardInterrupt:
         return 130
+
+
+def run_given(given: argparse.Namespace) -> int:
+    """Do what the arguments say. Returns the exit code."""
+    if given.replay is not None:
+        return run_replay(given.replay)
+    if given.hypothesis:
+        return 0 if run_hypothesis(given.seed, given.steps) else 1
+    return run_seed(given)
 
 
 def run_replay(given: str) -> int:
