@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar, get_args
 
 from stepwell.errors import StepwellUsageError
-from stepwell.testing.tier import Full, Record, Tier
+from stepwell.testing.tier import Full, Record, Tier, TierAround
 
 Call = Literal["claim", "write", "commit", "abort", "read", "free", "recover", "*"]
 TierAction = Literal["error", "short", "corrupt", "delay", "crash", "crash_after"]
@@ -90,7 +90,7 @@ def seeded(seed: int, *, rate: float, actions: Sequence[TierAction] = ("error", 
     return choose
 
 
-class FaultyTier:
+class FaultyTier(TierAround):
     """Do what another tier does, but for the calls at which a fault is due.
 
     Invariant: where none is, each call reaches the tier once, unchanged; close() always does.
@@ -101,27 +101,12 @@ class FaultyTier:
     """
 
     def __init__(self, tier: Tier, choose: Chooser, *, wait: Callable[[], None] = lambda: None) -> None:
-        self.tier = tier
+        super().__init__(tier)
         self.faults_met = 0
         self.has_crashed = False
         self._choose = choose
         self._wait = wait
         self._lock = threading.Lock()
-
-    @property
-    def page_bytes(self) -> int:
-        """The tier's."""
-        return self.tier.page_bytes
-
-    @property
-    def capacity_pages(self) -> int:
-        """The tier's."""
-        return self.tier.capacity_pages
-
-    @property
-    def lasts(self) -> bool:
-        """The tier's."""
-        return self.tier.lasts
 
     def claim(self, keys: Sequence[bytes]) -> list[int] | Full:
         """Claim, or fail."""
@@ -160,10 +145,6 @@ class FaultyTier:
     def recover(self) -> list[Record]:
         """Recover, or fail."""
         return self._pass_on("recover", self.tier.recover)
-
-    def close(self) -> None:
-        """Close the tier."""
-        self.tier.close()
 
     def _pass_on(self, name: str, call: Callable[[], _T]) -> _T:
         return self._finish(self._meet(name), call)

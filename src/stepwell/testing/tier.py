@@ -110,6 +110,32 @@ class Tier(Protocol):
         """Give everything up: claims, threads, descriptors; what lasts stays. Idempotent."""
 
 
+class TierAround:
+    """What stands before another tier, and passes some of its calls on otherwise. Threads: as the tier."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+
+    @property
+    def page_bytes(self) -> int:
+        """The tier's."""
+        return self.tier.page_bytes
+
+    @property
+    def capacity_pages(self) -> int:
+        """The tier's."""
+        return self.tier.capacity_pages
+
+    @property
+    def lasts(self) -> bool:
+        """The tier's."""
+        return self.tier.lasts
+
+    def close(self) -> None:
+        """Close the tier."""
+        self.tier.close()
+
+
 MakeTier = Callable[[Path], Tier]
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from stepwell.errors import StepwellUsageError
 from stepwell.testing.place import Place
-from stepwell.testing.tier import Full, MakeTier, Record, Tier, missing_parts, page_checksum
+from stepwell.testing.tier import Full, MakeTier, Record, Tier, TierAround, missing_parts, page_checksum
 
 _T = TypeVar("_T")
 _MOST_TRIES = 1000
@@ -47,26 +47,8 @@ def _bytes_of(number: int, version: int, count: int) -> bytes:
     return random.Random(f"{number} {version}").randbytes(count)
 
 
-class PatientTier:
+class PatientTier(TierAround):
     """Call another tier again where it fails: for suites over tiers that fail at random. Threads: as the tier."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-
-    @property
-    def page_bytes(self) -> int:
-        """The tier's."""
-        return self.tier.page_bytes
-
-    @property
-    def capacity_pages(self) -> int:
-        """The tier's."""
-        return self.tier.capacity_pages
-
-    @property
-    def lasts(self) -> bool:
-        """The tier's."""
-        return self.tier.lasts
 
     def claim(self, keys: Sequence[bytes]) -> list[int] | Full:
         """Claim until it does not fail."""
@@ -95,10 +77,6 @@ class PatientTier:
     def recover(self) -> list[Record]:
         """Recover until it does not fail."""
         return _patiently(self.tier.recover)
-
-    def close(self) -> None:
-        """Close the tier."""
-        self.tier.close()
 
 
 def _patiently(call: Callable[[], _T]) -> _T:
