@@ -27,11 +27,15 @@ def _quiet() -> Iterator[None]:
 
 
 LIES: dict[str, tuple[type, str, Callable[[Call], Call]]] = {
-    "lookups": (Counters, "looked_up", lambda call: lambda it, *given: (call(it, *given), call(it, *given))[0]),
+    "lookups": (
+        Counters,
+        "looked_up",
+        lambda call: lambda it, *given, **more: (call(it, *given, **more), call(it, *given, **more))[0],
+    ),
     "'absent'": (
         Counters,
         "looked_up",
-        lambda call: lambda it, asked, found, miss, pending: call(it, asked, found, miss, 0),
+        lambda call: lambda it, asked, found, miss, pending, **more: call(it, asked, found, miss, 0, **more),
     ),
     "all misses": (Counters, "missed", lambda call: lambda it, reason, pages: None),
     "saved_pages": (Counters, "saved", lambda call: lambda it, pages, refused: call(it, pages + refused, 0)),
