@@ -423,7 +423,7 @@ def test_a_store_without_a_device_tier_loads_no_jax() -> None:
 CSRC = ROOT / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 # Sources that are not named for the last header that they see: a class in several files, a private header.
-SOURCE_OF = {"volume_format": "volume", "volume_set": "volume", "transfer": "progress"}
+SOURCE_OF = {"volume_format": "volume", "volume_run": "volume", "volume_set": "volume", "transfer": "progress"}
 
 
 def reading_order(readme: str) -> list[str]:
