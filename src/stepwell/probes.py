@@ -30,7 +30,7 @@ _SHARE_AHEAD: Final = 0.125
 """Of a tier's slots: what may be on its way there ahead of a get. Twice as much could be in it and not be kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
     """A copy that a probe has begun. is_asked_for: by one with a lease: dropped once nobody asks for a page of it."""
 
@@ -61,6 +61,8 @@ class ProbeLeases:
         """How many pages probes may keep in each tier."""
         self.dropped = 0
         """Copies that were begun ahead and cancelled, for nobody asks for their pages any more."""
+        self.pressed = 0
+        """How often room was asked for that only probes could give."""
 
     def keep(self, match: Match, seconds: float) -> None:
         """Keep a match's pages for so long, as far as probes may: the leading ones rather than those behind."""
@@ -76,7 +78,7 @@ class ProbeLeases:
         """Begin to bring a match's disk pages into memory: those that are not on their way, as far as there is room.
 
         Args:
-            is_leased: the probe keeps them: what was not begun when nobody asks for them any more is dropped then.
+            is_leased: keep() came before: what was not begun when nobody asks for them any more is dropped.
         """
         lacking = match.tiers.get(Tier.DISK, 0)
         for tier in (Tier.SHARED, Tier.HOST):
@@ -107,6 +109,7 @@ class ProbeLeases:
 
     def end_for(self, tier: Tier) -> bool:
         """Keep no longer, of what is in a tier, the half that was asked for longest ago. False: there is none."""
+        self.pressed += 1
         if self._index.end_due_courtesies(self._clock.monotonic()):
             return True
         return self._index.end_older_courtesies(tier) > 0

@@ -492,9 +492,9 @@ class PageStore:
             pending = match.pending // self._page_tokens
             self._counters.looked_up(len(checked), match.tiers, match.miss, pending, slow=slow)
             self._copies.write_used(match)
+            self._probes.keep(match, lease)
             if readahead:
                 self._probes.read_ahead(match, is_leased=lease > 0)
-            self._probes.keep(match, lease)
             return Probe(match.pages, tiers, slow)
 
     def _match_keys(

@@ -114,7 +114,7 @@ class Caller:
         self.pins: list[tuple[Pinned, list[bytes], float]] = []
         self.expected: tuple[Step, Callable[[], None]] | None = None
         self.has_cancelled = False  # also what the store itself had begun
-        self.has_pressed = False  # for want of room, also what probes keep
+        self.pressed = 0  # how often only probes could give room, until the last look
         self.tally = Tally()
         self.tally.is_blind = self.tally.is_unsure = world.is_shared
         self.tally.has_failed = bool(found.damaged)
@@ -260,7 +260,6 @@ class Caller:
         coming = [key for key in step.wanted if key in now and _begins(model.states(key), now[key])]
         if world.is_failing:
             step = world.leniently(step)
-        self.has_pressed |= step.room and not step.spares
         if not now:
             return []
         model.see(now, step)
@@ -406,6 +405,11 @@ class Caller:
         """Pages that may stay although nobody has pinned them."""
         return self.model.courtesies.union(self.model.asked, self.model.carried)
 
+    @property
+    def has_pressed(self) -> bool:
+        """Whether room was asked for in this step that only probes could give."""
+        return self.store._probes.pressed > self.pressed
+
     def kept(self) -> dict[bytes, float]:
         """Say what probes keep, and until when: what was asked for longest ago first."""
         ids, until = self.index.list_courtesies()
@@ -423,7 +427,7 @@ class Caller:
         """Hold what probes keep, and the slots of every tier, to what the model says."""
         if self.model.asked or self.index.courtesies():
             self.model.keep(self.kept(), may_end=self.has_pressed)
-        self.has_pressed = False
+        self.pressed = self.store._probes.pressed
         others = self.strangers
         for tier in self.tiers:
             self.model.adds_up(tier, self.index.counts(tier), others=others)

@@ -352,9 +352,10 @@ class Operations:
         if readahead:
             it.model.carried.update(run)
         it.see(Step(wanted=named.keys if it.world.is_shared else run, room=True))
-        now, kept = self.world.clock.monotonic(), it.kept()
-        # What ended for room has ended before this probe's pages were kept.
-        it.model.asked = {key: until for key, until in it.model.asked.items() if key in kept or until <= now}
+        if it.has_pressed:  # what has ended for room makes room for what is kept
+            kept = it.kept()
+            it.model.asked = {key: until for key, until in it.model.asked.items() if key in kept}
+        now = self.world.clock.monotonic()
         it.model.ask(run, now, now + lease, it.allowed())
         return True
 
