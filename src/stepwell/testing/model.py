@@ -350,9 +350,7 @@ class StoreModel:
                     gone[tier].append(key)
                 if was != RESIDENT or became != ABSENT:
                     moves.append((key, tier, became))
-        given_up: dict[bytes, States] = {}
         if any(gone):
-            given_up = {key: self.states(key) for left in gone for key in left if key in self.asked}
             # One that pin() keeps and that leaves one tier of two may have done so first: then it stays in the other.
             last = {key for left in gone for key in left if self.pages[key].holds}
             for tier in range(TIERS):
@@ -362,15 +360,7 @@ class StoreModel:
                 self.forget_unknown(left)
         for key, tier, became in moves:
             self._move(key, tier, became, step)
-        for key, states in given_up.items() if self.is_ordered and not step.fails else ():
-            if all(at != RESIDENT or self._has_spare(tier) for tier, at in enumerate(states)):
-                raise BrokenPromise(f"page {name(key)} left, which a probe keeps, and no tier that had it lacked room")
         self.forget_unknown(now)
-
-    def _has_spare(self, tier: int) -> bool:
-        """Say whether a page of a tier could leave, that nobody keeps."""
-        soft = self.courtesies.union(self.asked, self.carried)
-        return any(not self.pages[key].is_pinned(tier) and key not in soft for key in self.order[tier])
 
     def _move(self, key: bytes, tier: int, became: int, step: Step) -> None:
         page = self.know(key)
