@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
 class Rank:
     """A rank: its model, SGLang's updaters around it, and what has been seen."""
 
-    def __init__(self, model_path: str, group: Any, is_odd: bool) -> None:
+    def __init__(self, is_odd: bool) -> None:
         self.model = Model()
         self.is_odd = is_odd
         self.is_idle = True
@@ -72,7 +72,7 @@ class Rank:
             tp_rank=int(is_odd),
             device="cpu",
             gpu_id=0,
-            model_config=_model_config(model_path),
+            model_config=runtime_context.process_model_config(),
             custom_weight_loaders={},
             get_model=lambda: self.model,
             update_model_fields=lambda model, **given: None,
@@ -128,10 +128,6 @@ class _EmptyScheduler:
 
     def is_fully_idle(self, ignore_waiting: bool = False) -> bool:
         return self._is_idle
-
-
-def _model_config(path: str) -> Any:
-    return types.SimpleNamespace(model_path=path, revision=None, dtype=torch.float32, quantization=None)
 
 
 def _session(rank: Rank, part: Any, version: str | None) -> dict[str, object]:
@@ -241,7 +237,7 @@ def main(index: int, size: int, directory: Path) -> dict[str, object]:
     start = weights_epoch().at_start(None, found.weights)
     told: list[str] = []
     weights_epoch().follow(told.append)
-    seen = run(Rank(model, group, bool(index)), model)
+    seen = run(Rank(bool(index)), model)
     torch.distributed.barrier(group=group)
     held.__exit__(None, None, None)
     return {

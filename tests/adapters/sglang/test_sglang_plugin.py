@@ -151,6 +151,10 @@ def test_an_update_that_cannot_be_named_stays_random(
     )
     getattr(sglang.manager(), way)(request)
     assert epoch.is_random
+    if reason != "not flushed":
+        sglang.engine.is_idle = True
+        assert sglang.scheduler().flush_cache()
+        assert epoch.is_random
 
 
 def test_an_update_without_a_flush_is_named_at_the_next_flush(sglang: Installed, epoch: WeightsEpoch) -> None:

@@ -403,6 +403,18 @@ def test_a_storage_that_cannot_switch_is_shut_until_it_can() -> None:
     assert following.is_current
 
 
+def test_a_storage_that_could_not_switch_is_shut_also_when_an_old_name_comes_back() -> None:
+    epoch = epoch_at_start("a")
+
+    def fail(name: str) -> None:
+        raise OSError(name)
+
+    following = epoch.follow(fail)
+    epoch.at_start("b", NOWHERE)
+    epoch.at_start("a", NOWHERE)
+    assert not following.is_current
+
+
 def test_one_that_cannot_switch_keeps_no_other_from_it() -> None:
     epoch = epoch_at_start()
     told: list[str] = []

@@ -204,9 +204,7 @@ def _canonical(pool: Any, name: str, whose: Whose) -> PoolPages | None:
     in_pool = _strides(
         pool.layout, layers=layers, tokens=tokens, heads=heads, dim=dim, item=item, stream=pages * page_of_stream
     )
-    flat = _strides(
-        pool.layout, layers=layers, tokens=tokens, heads=heads, dim=dim, item=item, stream=page_of_stream
-    )
+    flat = _strides(pool.layout, layers=layers, tokens=tokens, heads=heads, dim=dim, item=item, stream=page_of_stream)
     row = heads * dim * item
     if pool.layout == "layer_first":  # [layer, token of the pool, head, dim]
         in_pool = _Strides(pages * page_of_stream, tokens * row, pages * tokens * row, row, dim * item)
@@ -250,9 +248,7 @@ def _canonical(pool: Any, name: str, whose: Whose) -> PoolPages | None:
 def _agrees(pool: HostPool, geometry: sw.PageGeometry, lent: sw.PoolPointers, pages: int) -> bool:
     """Whether the bytes of some pages are those that SGLang names for them."""
     try:
-        return all(
-            _spans(*_meta(pool, page)) == _spans(*_addresses(geometry, lent, page)) for page in _spread(pages)
-        )
+        return all(_spans(*_meta(pool, page)) == _spans(*_addresses(geometry, lent, page)) for page in _spread(pages))
     except (NotImplementedError, ValueError, AssertionError):
         return False
 

@@ -373,9 +373,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
                 if page is not None:
                     member.pool.set_from_flat_data_page(slot * member.pages.page_tokens, page)
             return [page is not None for page in pages]
-        ok = member.store.load_keys(
-            _as_keys(keys), into=member.lent[slots], deadline=self._deadline(member, len(keys))
-        )
+        ok = member.store.load_keys(_as_keys(keys), into=member.lent[slots], deadline=self._deadline(member, len(keys)))
         return ok.tolist()  # type: ignore[no-any-return]
 
     def _set(

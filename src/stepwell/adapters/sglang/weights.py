@@ -284,8 +284,7 @@ class WeightsEpoch:
         """Note that SGLang's own cache is empty now, and take the version that has waited for that."""
         with self._lock:
             self._is_flushed = True
-            if not self._under_way:
-                self._take_version()
+            self._take_version()
 
     def label(self, version: str) -> None:
         """Note that the present weights are called by a version. It is theirs: another change cannot have it."""
