@@ -5,6 +5,7 @@ Skipped where SGLang is not installed. What an engine does with it over HTTP is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stepwell.adapters.sglang.checkpoint import WeightsSource, index_checkpoint
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("torch") is not None
 pytestmark = pytest.mark.skipif(not HAS_SGLANG, reason="sglang 0.5.23 and torch are not installed here")
@@ -42,26 +45,36 @@ def write_model(at: Path) -> None:
     (at / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
 
 
+def await_a_later_start(changed_at: float) -> None:
+    """Start processes until one began after a time: the clock of their starts ticks a hundred times a second."""
+    script = "from stepwell.adapters.sglang.weights import _process_start; print(_process_start())"
+    while float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout) <= changed_at:
+        pass
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run two ranks through every kind of update; what each saw."""
     directory = tmp_path_factory.mktemp("ranks")
     write_model(directory / "model")
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(CHILD), str(rank), "2", str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=(directory / f"stderr{rank}").open("w"),
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [child.communicate(timeout=LIMIT_S)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    await_a_later_start(index_checkpoint(WeightsSource(str(directory / "model"))).changed_at)
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(CHILD), str(rank), "2", str(directory)],
+                    stdout=subprocess.PIPE,
+                    stderr=stack.enter_context((directory / f"stderr{rank}").open("w")),
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        try:
+            printed = [child.communicate(timeout=LIMIT_S)[0] for child in children]
+        finally:
+            for child in children:
+                child.kill()
     for rank, child in enumerate(children):
         assert child.returncode == 0, (directory / f"stderr{rank}").read_text()[-4000:]
     return [json.loads(lines.strip().splitlines()[-1]) for lines in printed]
