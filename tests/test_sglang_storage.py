@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import sglang_standin as standin
-from sglang_standin import (
+import sglang_pool_standin as standin
+from sglang_pool_standin import (
     LAYOUTS,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,

@@ -164,6 +164,13 @@ def test_a_version_names_the_weights_and_is_mixed_with_the_start() -> None:
     assert len({of_version("v1"), of_version("v2"), of_version("v1", "other")}) == 3
 
 
+def test_without_an_id_that_versions_count_from_they_name_nothing(checkpoint: WeightsSource) -> None:
+    """Two training runs on one base both call what they send "1"."""
+    epoch = WeightsEpoch(began_at=after(checkpoint))
+    assert epoch.at_start(None, checkpoint).startswith("files-")
+    assert update(epoch, "1").startswith("random-")
+
+
 def test_a_failed_change_stays_random_and_its_version_is_free() -> None:
     epoch = epoch_at_start()
     update(epoch, "v1", is_done=False)

@@ -8,10 +8,12 @@ A page may be served only to an engine whose weights computed it. Pages of the e
 are found again after a restart, so these names must say what the weights are; a *random* name is drawn where nobody
 knows, or knows yet, and its pages die with the process.
 
-Three rules follow from what SGLang does:
+Four rules follow from what SGLang does:
 
 - The name changes before the first byte of the weights does, on each call that may change one: pages that are computed
   between two parts of an update belong to neither.
+- A version says what the weights are only together with the user's `weights_id`: "1" of one training run is not "1" of
+  another. Without one, and without a version, the name stays random until the process ends.
 - A version is taken only once SGLang has flushed its own cache after the last change: until then its tree holds pages
   of the old weights, and would hand them to us to be stored under the version's name. (Under a random name it may: such
   pages go no further than SGLang's own tree carries them.)
@@ -154,6 +156,7 @@ class WeightsEpoch:
         self._lock = threading.RLock()
         self._current = self._random()
         self._start: str | None = None
+        self._has_id = False
         self._has_changed = False
         self._awaits_flush: str | None = None
         self._is_flushed = False
@@ -186,7 +189,8 @@ class WeightsEpoch:
         That is the epoch at the start unless the weights have changed since, or the files that should name them have.
 
         Args:
-            weights_id: the user's name of the weights, or None: the index of the checkpoint names them.
+            weights_id: the user's name of the weights, and of what versions count from; None: the index of the
+                checkpoint names them, and versions do not.
             source: where the engine has them from.
 
         Raises:
@@ -205,7 +209,7 @@ class WeightsEpoch:
                     source.path,
                 )
         with self._lock:
-            self._start = start
+            self._start, self._has_id = start, weights_id is not None
             if not self._has_changed:
                 self._switch(start if start is not None else self._random())
             return self._current
@@ -325,7 +329,9 @@ class WeightsEpoch:
         if not ranks.can_agree:
             return
         version = change.version if change.is_done and self._session is None else None
-        is_ready = version is not None and version not in self._versions_taken and self._start is not None
+        # Two training runs on one base both call their weights "1", "2", ...: only the user knows that a version names
+        # one content, and says so with an id of the run.
+        is_ready = version is not None and version not in self._versions_taken and self._has_id
         try:
             is_agreed = ranks.is_true_for_all(is_ready)
         except RuntimeError:
@@ -335,8 +341,8 @@ class WeightsEpoch:
             return
         if not is_agreed:
             _LOG.warning(
-                "stepwell: weights of version %r stay under a random epoch: on some rank the update failed, it "
-                "was used before, or no storage has said what the weights were at the start",
+                "stepwell: weights of version %r stay under a random epoch, and their pages end with this process: no "
+                "weights_id was given that versions count from, it was used before, or on some rank the update failed",
                 version,
             )
             return
