@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,22 @@ import stepwell as sw
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.mover import Transfer
+from stepwell.rates import Flow
 from stepwell.testing import faults
 from stepwell.tiers import directory as tier_directory
 from stepwell.tiers import neighbours
-from store_kit import PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, Tokens, chain, stamps, stamps_of
+from store_kit import (
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    VOLUME_BYTES,
+    Directories,
+    OpenRig,
+    Rig,
+    Tokens,
+    chain,
+    stamps,
+    stamps_of,
+)
 
 MEDIA = pytest.mark.parametrize("sizes", [{"disk": 0}, {"shared": 0}, {}], ids=["shared", "disk", "both"])
 
@@ -134,6 +147,28 @@ def test_what_a_neighbour_has_is_held_also_behind_a_gap(open_rig: OpenRig) -> No
     reader.round()
     asked = np.stack([keys[0], keys[0] ^ 1, keys[1], keys[2], keys[2] ^ 1])
     assert reader.store.holds(asked).tolist() == [True, False, True, True, False]
+
+
+def test_a_probe_with_a_bound_stages_what_a_neighbour_has_only_as_far_as_that_is_here_in_time(
+    open_rig: OpenRig,
+) -> None:
+    owner, reader = two(open_rig)
+    tokens = chain(1, 6)
+    keys = keys_of(tokens)
+    owner.save(tokens)
+    reader.round()
+    reads = Flow.nothing().reads
+    reads[0, 4 + Tier.SHARED] = reads[0, 4 + Tier.DISK] = (PAGE_BYTES * 10_000, int(10_000e9))  # a second a page
+    told = replace(Flow.nothing(), reads=reads)
+    reader.store._rates._flow = lambda: told
+    probe = reader.store.probe(keys, within=0.5)
+    assert (probe.run, probe.slow) == (0, 6)
+    assert reader.store.stats().misses["slow"] == 6
+    assert reader.store.stats().transfers == 0
+    probe = reader.store.probe(keys, within=4.0, lease=0)
+    assert (probe.run, probe.slow) == (4, 2)
+    assert reader.store.flush(10.0)
+    assert reader.store.stats().neighbours.delivered == 4
 
 
 def test_keys_that_are_no_chain_are_found_each_on_its_own(open_rig: OpenRig) -> None:

@@ -482,7 +482,7 @@ def test_a_disk_that_stalls_serves_nothing_within_a_bound(open_rig: OpenRig) -> 
     rig = open_rig(shared=0)
     save(rig, keys_of(1, 2, 3))
     with inject("file.pread", "pause"):
-        with rig.store._match_keys(keys_of(1), 1, is_staging=False)[0] as match:
+        with rig.store._match_keys(keys_of(1), 1, is_staging=False) as match:
             running = rig.store.load(match, into=rig.pool[:1])
         wait_paused("file.pread")
         while rig.store._flow().running[DISK, 1] < STALL_SECONDS * 1e9:

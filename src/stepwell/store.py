@@ -486,7 +486,7 @@ class PageStore:
         _check_kind(kind)
         lease = as_seconds("lease", lease)
         bound = None if within is None else as_within(within)
-        match, slow = self._match_keys(checked, kind, is_staging=readahead, within=bound)
+        match, slow = self._match_in_time(checked, kind, is_staging=readahead, within=bound)
         with match:
             _, tiers, _ = match.locations()
             pending = match.pending // self._page_tokens
@@ -497,13 +497,16 @@ class PageStore:
                 self._probes.read_ahead(match, is_leased=lease > 0)
             return Probe(match.pages, tiers, slow)
 
-    def _match_keys(
-        self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool, within: Within | None = None
-    ) -> tuple[Match, int]:
-        """Find the leading keys that are cached and pin them.
+    def _match_keys(self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool) -> Match:
+        """Find the leading keys that are cached and pin them. is_staging: also those that a neighbour has."""
+        return self._match_in_time(keys, kind, is_staging=is_staging, within=None)[0]
 
-        Args: is_staging: also those that a neighbour has. within: only what is here in time.
-        Returns: the match, and how many pages behind it would not be here in time.
+    def _match_in_time(
+        self, keys: npt.NDArray[np.uint8], kind: int, *, is_staging: bool, within: Within | None
+    ) -> tuple[Match, int]:
+        """Find and pin as _match_keys() does, but only what would be loaded within a bound.
+
+        Returns: the match, and how many pages behind it would not be.
         """
         usable, slow = self._room.readable, 0
         with Taken(self._index) as taken:
@@ -556,7 +559,7 @@ class PageStore:
         at = 0
         with Taken(self._index) as taken:  # by ctrl-C, for one, it ends all loads: the memory is the caller's again
             while at < len(checked):
-                with self._match_keys(checked[at:], kind, is_staging=True)[0] as match:
+                with self._match_keys(checked[at:], kind, is_staging=True) as match:
                     self._copies.write_used(match)
                     if match.pages:
                         left = None if limit is None else max(0.0, limit - self._clock.monotonic())

@@ -1263,6 +1263,7 @@ TEST_CASE("what units move and how long they take is counted by class and lane")
   World world;
   const uint64_t bytes = world.shape.page_bytes();
   constexpr auto kLoad = static_cast<size_t>(WorkClass::kLoad), kSave = static_cast<size_t>(WorkClass::kSave);
+  const auto began = std::chrono::steady_clock::now();
   auto saved = world.save(1, 6, tiers({kShared, kDisk}));
   MoverFlow flow = world.mover->flow();
   CHECK(flow.reads[kSave][kPool].bytes == 6 * bytes);
@@ -1277,7 +1278,13 @@ TEST_CASE("what units move and how long they take is counted by class and lane")
   world.finish(world.submit(world.load_spec(saved, kDisk)));
   flow = world.mover->flow();
   CHECK(flow.reads[kLoad][kDisk].bytes == 6 * bytes);
+  const auto elapsed = std::chrono::steady_clock::now() - began;
   CHECK(flow.reads[kLoad][kDisk].ns > 0);
+  uint64_t ns = 0;
+  for (const auto& of_class : flow.reads) {
+    for (const Flow& of_lane : of_class) ns += of_lane.ns;
+  }
+  CHECK(ns <= static_cast<uint64_t>(std::chrono::nanoseconds(elapsed).count()));  // each of a unit's counts once
   CHECK(flow.writes[kLoad][kPool].bytes == 6 * bytes);
   CHECK(flow.waits[1][kLoad].units == 2);
   CHECK(flow.reads[kLoad][kShared].bytes == 0);
