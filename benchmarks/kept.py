@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -66,6 +67,10 @@ def run_all() -> None:
             f"durability_{page_kib}k",
             run(str(HERE / "bench_durability.py"), "--page-kib", str(page_kib), "--pages", str(pages), "--rounds", "7"),
         )
+    if importlib.util.find_spec("sglang") is not None:
+        keep("sglang", run(str(HERE / "bench_sglang.py")))
+    else:
+        print("sglang is not installed here: bench_sglang.py --keep writes its result where it is", file=sys.stderr)
 
 
 def show() -> str:
@@ -102,6 +107,29 @@ def show() -> str:
         of_raw = {"raw": 1.0} | kept["of_raw"]
         cells = [f"{kept['gb_per_s'][c]}" + (f" ({of_raw[c]})" if c in of_raw else "") for c in columns]
         lines.append(f"| {kept['page_kib']} KiB | " + " | ".join(cells) + f" | {kept['syncs']['one save']} |")
+    if (path := RESULTS / "sglang.json").exists():
+        lines += ["", sglang_table(json.loads(path.read_text()))]
+    return "\n".join(lines)
+
+
+def sglang_table(result: dict[str, Any]) -> str:
+    """Return a result of bench_sglang.py as a table: medians, and how many times as fast stepwell was than each of the
+    others (least to most of all rounds)."""
+    lines = [
+        "| where, pages | call | stepwell | HiCacheFile | plain | times HiCacheFile | times plain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in result["cells"]:
+        figures = {**cell["gb_per_s"], **cell["us_per_1000_keys"]}
+        for call, by_mine in cell["times_as_fast"].items():
+            for mine, by_peer in by_mine.items():
+                where = "/dev/shm" if cell["place"] == "shm" else "shared + disk" if "shared" in mine else "disk"
+                unit = "us" if call in cell["us_per_1000_keys"] else "GB/s"
+                values = [figures[call][name][0] for name in (mine, "HiCacheFile", "plain")]
+                cells = [f"{value:.0f}" if unit == "us" else f"{value:.2f}" for value in values]
+                times = [f"{m} ({low} to {high})" for m, low, high in (by_peer["HiCacheFile"], by_peer["plain"])]
+                pages = f"{where}, {cell['page_kib']} KiB, {cell['layout']}"
+                lines.append("| " + " | ".join([pages, f"{call}, {unit}", *cells, *times]) + " |")
     return "\n".join(lines)
 
 
