@@ -20,6 +20,20 @@ uint8_t* put(uint8_t* out, T value) noexcept {
 
 }  // namespace
 
+std::vector<Key> make_keys(const uint8_t* bytes, size_t count, size_t length) {
+  std::vector<Key> keys(count);
+  // A size that the compiler knows: a call of memcpy a key was half of a lookup (the keys of engines are SHA-256).
+  constexpr size_t kDigest = 32;
+  for (size_t i = 0; i < count; ++i, bytes += length) {
+    if (length == kDigest)
+      std::memcpy(keys[i].bytes.data(), bytes, kDigest);
+    else
+      std::memcpy(keys[i].bytes.data(), bytes, length);
+    keys[i].length = static_cast<uint8_t>(length);
+  }
+  return keys;
+}
+
 PageShape::PageShape(std::vector<uint64_t> layer_bytes, const std::array<uint8_t, 32>& fingerprint)
     : layer_bytes_(std::move(layer_bytes)), fingerprint_(fingerprint) {
   if (layer_bytes_.empty()) throw std::invalid_argument("a page needs at least one layer");

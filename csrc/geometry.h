@@ -23,6 +23,9 @@ struct Key {
   }
 };
 
+// `count` keys of `length` bytes, 1 to kMaxKeyBytes, that lie one behind the other.
+std::vector<Key> make_keys(const uint8_t* bytes, size_t count, size_t length);
+
 enum class ParentState : uint8_t { kRoot = 0, kKnown = 1, kUnknown = 2 };
 
 // What a record says of a page beside its checksum. FORMAT.md 2.2.

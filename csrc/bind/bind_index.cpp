@@ -36,12 +36,7 @@ std::vector<Key> to_keys(const Array2<uint8_t>& keys) {
   const size_t n = keys.shape(0), length = keys.shape(1);
   if (n > 0 && (length == 0 || length > kMaxKeyBytes)) throw nb::value_error("a key has 1 to 64 bytes");
   if (n >= kUnknownDepth) throw nb::value_error("too many keys");
-  std::vector<Key> out(n);
-  for (size_t i = 0; i < n; ++i) {
-    std::memcpy(out[i].bytes.data(), keys.data() + i * length, length);
-    out[i].length = static_cast<uint8_t>(length);
-  }
-  return out;
+  return make_keys(keys.data(), n, length);
 }
 
 Key to_key(const nb::bytes& key, size_t least) {
