@@ -288,6 +288,29 @@ def test_the_run_ends_at_the_first_page_that_is_missing(open_storage: Open) -> N
     assert storage.batch_get_v1(keys, pages_of(pool, 4, 5, 6, 7)) == [True, True, False, True]
 
 
+@pytest.mark.parametrize("odd", ["uneven", "not hex", "spaced", "padded"])
+def test_a_name_that_is_no_hash_is_a_key_of_its_own(open_storage: Open, odd: str) -> None:
+    pool = MHATokenToKVPoolHost("page_first")
+    fill(pool)
+    storage = open_storage(pool)
+    first, second = hashes(2)
+    keys = {
+        "uneven": [first[:62], f"00{second}"],  # as many characters together
+        "not hex": ["x" * 64, second],
+        "spaced": [f"{first[:30]}  {first[32:]}", second],
+        "padded": [first[:62], f" {second} "],
+    }[odd]
+    assert storage.batch_set_v1(keys, pages_of(pool, 0, 1)) == [True, True]
+    assert storage.batch_exists(keys) == 2
+    assert [storage.exists(key) for key in keys] == [True, True]  # whatever it is asked with
+    assert storage.batch_exists([first, second]) == 0
+    other = keys[::-1]
+    assert storage.batch_get_v1(other, pages_of(pool, 3, 2)) == [True, True]
+    for to, page in ((2, 0), (3, 1)):
+        got, want = (pool.get_data_page(at * pool.page_size) for at in (to, page))
+        assert np.array_equal(got.array.view(np.uint16), want.array.view(np.uint16))
+
+
 def test_prefix_hashes_name_the_parent_and_an_empty_list_the_first_page(open_storage: Open) -> None:
     """What precedes the keys, where SGLang passes it: hybrid_cache_controller.py:1432, cache_controller.py:1431."""
     pool = MHATokenToKVPoolHost("page_first")
