@@ -223,6 +223,24 @@ def test_a_run_is_cut_where_it_would_come_too_late(bench: Bench) -> None:
     assert bench.cut(Within(0.1), *[SHARED] * 10) == 10
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05, 0.2, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("per_page", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("waiting", [0, 10 * MIB])
+def test_a_run_given_by_its_spans_is_cut_as_page_by_page(seconds: float, per_page: float, waiting: int) -> None:
+    spans = [(SHARED, 3), (DISK, 6), (SHARED, 2), (4 + DISK, 1)]
+    offered = []
+    for is_by_spans in (True, False):
+        bench = Bench()
+        bench.mover.read(SHARED, 10 * MIB, 0.1)
+        bench.mover.read(DISK, 10 * MIB, 1.0)
+        bench.mover.queue(WorkClass.LOAD, DISK, waiting)
+        bench.mover.queue(WorkClass.SAVE, SHARED, waiting)
+        within = Within(seconds, per_page)
+        lanes = [lane for lane, pages in spans for _ in range(pages)]
+        offered.append(bench.rates.cut_spans(spans, within) if is_by_spans else bench.cut(within, *lanes))
+    assert offered[0] == offered[1]
+
+
 def test_the_bound_grows_with_the_run(bench: Bench) -> None:
     bench.mover.read(SHARED, 10 * MIB, 0.1)
     assert bench.cut(Within(0.02, per_page=0.005), *[SHARED] * 10) == 4

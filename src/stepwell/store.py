@@ -512,8 +512,7 @@ class PageStore:
         with Taken(self._index) as taken:
             result = found = self._index.match_keys_and_pin(keys, kind, usable, into=taken)
             if within is not None and found.pages:
-                lanes = np.repeat(*np.array([(tier, pages) for _, pages, tier in found.spans], dtype=np.int64).T)
-                offered = self._rates.cut(lanes.astype(np.uint8), within)
+                offered = self._rates.cut_spans([(tier, pages) for _, pages, tier in found.spans], within)
                 slow = found.pages - offered
                 result = self._index.shorten_match(found, offered)
 
