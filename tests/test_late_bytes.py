@@ -162,7 +162,7 @@ def test_a_full_disk_that_never_answers_keeps_no_save_with_a_deadline(open_rig: 
     capacity = rig.store.stats().tiers["disk"].capacity
     for first in range(0, capacity, 64):
         save(rig, keys_of(*range(first, min(first + 64, capacity))))
-    assert rig.pages(Tier.DISK) == capacity
+    assert rig.pages(Tier.DISK) > capacity - PAGES  # the keeper has one free, ahead of need
     with inject("file.pwrite", "pause"):
         assert save(rig, keys_of(*range(10_000, 10_000 + PAGES)), deadline=0.05) == [SaveOutcome.REFUSED] * PAGES
         wait_paused("file.pwrite")
