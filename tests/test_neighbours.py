@@ -91,6 +91,7 @@ def test_a_neighbours_page_is_a_hit(open_rig: OpenRig, sizes: dict[str, int], or
     stats = reader.store.stats()
     assert stats.neighbours.delivered == 9
     assert stats.hit_pages == {"host": 9}
+    assert stats.delivered_pages == {"host": 9}
     assert reader.load(chain(1, 9), order=order) == 9  # from host memory now
     assert reader.store.stats().neighbours.delivered == 9
 

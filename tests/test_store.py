@@ -650,6 +650,7 @@ def test_counters_equal_the_callers_own_tally(open_rig: OpenRig) -> None:  # C10
     assert (stats.saved_pages, stats.refused_pages) == (8, 0)
     assert (stats.lookups, stats.lookup_pages) == (3, 8 + 10 + 5)
     assert stats.hit_pages == {"shared": 8 + 5, "disk": 3}
+    assert stats.delivered_pages == {"shared": 8 + 5, "disk": 3}
     assert stats.misses == dict.fromkeys(stats.misses, 0) | {"absent": 2 + 5}
     assert stats.evicted_pages == {"shared": 3}
     assert stats.tiers["disk"].bytes_read == 3 * PAGE_BYTES

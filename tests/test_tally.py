@@ -38,6 +38,11 @@ LIES: dict[str, tuple[type, str, Callable[[Call], Call]]] = {
         lambda call: lambda it, asked, found, miss, pending, **more: call(it, asked, found, miss, 0, **more),
     ),
     "all misses": (Counters, "missed", lambda call: lambda it, reason, pages: None),
+    "delivered_pages": (
+        Counters,
+        "delivered",
+        lambda call: lambda it, found: call(it, {Tier.DISK: sum(found.values())}),
+    ),
     "saved_pages": (Counters, "saved", lambda call: lambda it, pages, refused: call(it, pages + refused, 0)),
     "evicted_pages": (Counters, "evicted", lambda call: lambda it, tier, pages: call(it, Tier.HOST, pages)),
     "pins": (Pins, "count", lambda call: lambda it: 2 * call(it)),

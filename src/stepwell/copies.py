@@ -52,6 +52,7 @@ _CLAIMED_TIERS: Final = (Tier.HOST, Tier.SHARED, Tier.DISK)
 # What arrays are compared with: with a member of an enum it takes numpy four times as long, to find that it is an int.
 _HOST: Final = int(Tier.HOST)
 _DISK: Final = int(Tier.DISK)
+_OK: Final = _core.Status.ok.value
 _IN_PLACE: Final = (int(Residency.RESIDENT), int(Residency.QUARANTINED))
 
 
@@ -549,7 +550,7 @@ class Copies:
         return [each for each in watched if each.touches(tier) or not before.isdisjoint(map(id, each.after))]
 
     def account(self) -> None:
-        """Count what done transfers did not deliver, once each, and forget them."""
+        """Count what done transfers delivered and what they did not, once each, and forget them."""
         with self._lock:
             done = [tag for tag, watched in self._watched.items() if watched.core.done]
             finished = [self._watched.pop(tag) for tag in done]
@@ -564,6 +565,7 @@ class Copies:
             if not watched.is_load:
                 continue
             status_of_pages = watched.core.page_status()
+            self._counters.delivered(_sources(watched.roles[status_of_pages == _OK]))
             if not status_of_pages.any():  # 0 is ok: most loads, and np.unique takes its time
                 continue
             statuses, counts = np.unique(status_of_pages, return_counts=True)
@@ -573,6 +575,11 @@ class Copies:
                     reason = "epoch"
                 if reason is not None:
                     self._counters.missed(reason, count)
+
+
+def _sources(roles: U8) -> dict[Tier, int]:
+    """Count pages of a plan by the tier that they are read from."""
+    return {tier: pages for tier in _CLAIMED_TIERS if (pages := int(np.count_nonzero(roles[:, tier] == SOURCE)))}
 
 
 def _plan_from(ids: U32, tiers: U8, slots: U32) -> Plan:

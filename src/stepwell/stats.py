@@ -92,7 +92,8 @@ class Stats:
     """What a store holds and has done since it opened.
 
     tiers: by name. lookups, lookup_pages: calls that matched, whole pages they asked for. hit_pages: pages they found,
-    by tier.
+    by tier. delivered_pages: pages that load and load_keys put into the caller's pool, by the tier they were found in,
+    whether a match counted them or not; a rescued page counts for the tier that was to have it.
     misses: pages not found or not delivered, by reason; hit pages - failed deliveries + misses = lookup pages.
     retried_pages, rescued_pages: pages that a load found bad in one tier and asked another for, and got from there.
     shed_pages: pages that saves did not write to some tier, or at all, by reason: `loads` were waiting, or the
@@ -109,6 +110,7 @@ class Stats:
     lookups: int
     lookup_pages: int
     hit_pages: dict[str, int]
+    delivered_pages: dict[str, int]
     misses: dict[str, int]
     saved_pages: int
     refused_pages: int
@@ -173,6 +175,7 @@ class Counters:
     held_back_pages: int = 0
     second_use_pages: int = 0
     hit_pages: dict[Tier, int] = field(default_factory=dict)
+    delivered_pages: dict[Tier, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
     evicted_pages: dict[Tier, int] = field(default_factory=dict)
     skipped_pages: dict[Tier, int] = field(default_factory=dict)
@@ -200,6 +203,12 @@ class Counters:
         """Count pages that a lookup had promised and a load did not deliver."""
         with self.lock:
             self.misses[reason] += pages
+
+    def delivered(self, found: Mapping[Tier, int]) -> None:
+        """Count pages that a load has put into the caller's pool, by the tier that they were found in."""
+        with self.lock:
+            for tier, pages in found.items():
+                self.delivered_pages[tier] = self.delivered_pages.get(tier, 0) + pages
 
     def evicted(self, tier: Tier, pages: int) -> None:
         """Count pages dropped from a tier."""

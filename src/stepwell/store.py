@@ -1015,6 +1015,7 @@ class PageStore:
                 lookups=counters.lookups,
                 lookup_pages=counters.lookup_pages,
                 hit_pages={str(tier): pages for tier, pages in counters.hit_pages.items()},
+                delivered_pages={str(tier): pages for tier, pages in counters.delivered_pages.items()},
                 misses=dict(counters.misses),
                 saved_pages=counters.saved_pages,
                 refused_pages=counters.refused_pages,

@@ -3,6 +3,7 @@ memory lent to it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -360,6 +361,12 @@ class Caller:
         self.store._copies.account()
         return sum(self.store._counters.misses.values())
 
+    def delivered(self) -> Counter[str]:
+        """Return how many pages the store has counted as delivered, by tier."""
+        self.poll()
+        self.store._copies.account()
+        return Counter({tier.name.lower(): pages for tier, pages in self.store._counters.delivered_pages.items()})
+
     def poll(self) -> None:
         """Check what has been decided, and return what has ended."""
         for each in self.running[:]:
@@ -389,7 +396,9 @@ class Caller:
             raise BrokenPromise("bytes landed in memory that had been given back")
         self.free.extend(each.slots)
         if each.tiers:
-            self.tally.undelivered += int((each.core.page_status() != OK).sum())
+            came = each.core.page_status() == OK
+            self.tally.undelivered += int((~came).sum())
+            self.tally.deliver(tier for tier, has_come in zip(each.tiers, came.tolist(), strict=True) if has_come)
         if each.epoch == self.epoch:
             self.model.claim(each.claimed, -1)
             if each.tiers:

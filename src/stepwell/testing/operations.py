@@ -375,11 +375,15 @@ class Operations:
             run = it.model.find(keys[at:], usable).pages
             it.model.use_keys(keys[at : at + run])
             at += run + 1
-        missed = it.misses() - it.tally.undelivered
+        missed, delivered = it.misses() - it.tally.undelivered, it.delivered() - it.tally.delivered
         with it.waiting(Step(wanted=keys, named=keys, room=True)):
             ok = it.store.load_keys(rows, into=it.blank(slots))
         missed = it.misses() - it.tally.undelivered - missed
         it.tally.undelivered += missed
+        came_from = it.delivered() - it.tally.delivered - delivered  # with the tiers as the store says them
+        it.tally.delivered += came_from
+        if came_from.total() != int(ok.sum()):
+            raise BrokenPromise(f"stats() says {came_from} of the pages of which {ok} came")
         if missed > len(keys) - int(ok.sum()):
             raise BrokenPromise(f"stats() says {missed} more misses of {len(keys)} pages, of which {ok} came")
         for slot, key, came, tier in zip(slots, keys, ok.tolist(), before, strict=True):

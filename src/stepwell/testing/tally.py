@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from stepwell.index import Miss, Tier
@@ -21,7 +21,7 @@ class Tally:
     """What a store must have counted since it was opened.
 
     Invariant: every page that was asked for is a hit in one tier, or a miss for one reason; a hit that was not
-    delivered is a miss beside.
+    delivered is a miss beside. A page that a load delivered is counted once, for the tier that it was found in.
     """
 
     def __init__(self) -> None:
@@ -29,6 +29,7 @@ class Tally:
         self.hits: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self.undelivered = 0
+        self.delivered: Counter[str] = Counter()
         self.saved = self.refused = 0
         self.evicted: Counter[int] = Counter()
         self.quarantined = 0
@@ -47,6 +48,10 @@ class Tally:
             self.misses["pending"] += waiting
             self.misses[_REASON.get(miss, "absent")] += missed - waiting
 
+    def deliver(self, tiers: Iterable[int]) -> None:
+        """Count pages that came with a load, by the tier that each was found in."""
+        self.delivered.update(Tier(tier).name.lower() for tier in tiers)
+
     def save(self, stored: int, refused: int) -> None:
         """Count a save."""
         self.saved += stored
@@ -63,6 +68,7 @@ class Tally:
             "lookups": (found.lookups, self.lookups),
             "lookup_pages": (found.lookup_pages, self.lookup_pages),
             "hit_pages": (_more_than_0(found.hit_pages), _more_than_0(self.hits)),
+            "delivered_pages": (_more_than_0(found.delivered_pages), _more_than_0(self.delivered)),
             "saved_pages": (found.saved_pages, self.saved),
             "refused_pages": (found.refused_pages, self.refused),
             "pins": (found.pins, len(it.pins)),
