@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
-
 from sglang_standin import Engine, Installed, Request, Result, install
+
 from stepwell.adapters.sglang import plugin, weights
 from stepwell.adapters.sglang.checkpoint import WeightsSource
 from stepwell.adapters.sglang.weights import WeightsEpoch
