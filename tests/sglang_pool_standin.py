@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -254,6 +254,7 @@ class HiCacheStorageConfig:
     enable_storage_metrics: bool = False
     is_page_first_layout: bool = False
     model_name: str | None = "served"
+    dp_rank: int = 0
     dcp_size: int = 1
     dcp_rank: int = 0
     extra_config: dict[str, Any] | None = None
@@ -284,6 +285,16 @@ class PoolTransferResult:
         return cls(0, {})
 
 
+@dataclass
+class StorageMetrics:
+    """As SGLang has it (observability/metrics_collector.py:2190)."""
+
+    prefetch_pgs: list[int] = field(default_factory=list)
+    backup_pgs: list[int] = field(default_factory=list)
+    prefetch_bandwidth: list[float] = field(default_factory=list)
+    backup_bandwidth: list[float] = field(default_factory=list)
+
+
 class HiCacheStorage:
     """The base class; `register_mem_pool_host` and the rest are overridden."""
 
@@ -306,8 +317,10 @@ def installed() -> Iterator[types.ModuleType]:
         PoolTransferResult,
     ):  # fmt: skip
         setattr(storage, each.__name__, each)
-    modules = {"torch": _torch(), storage.__name__: storage}
-    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
+    collector = types.ModuleType("sglang.srt.observability.metrics_collector")
+    collector.StorageMetrics = StorageMetrics  # type: ignore[attr-defined]
+    modules = {"torch": _torch(), storage.__name__: storage, collector.__name__: collector}
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.observability"):
         modules[name] = types.ModuleType(name)
         modules[name].__path__ = []  # a package of which nothing else is found
     ours = [name for name in sys.modules if name.startswith("stepwell.adapters.sglang")]

@@ -444,3 +444,113 @@ def test_questions_that_nothing_follows_are_forgotten(adapter: Any) -> None:
     for number in range(10_000):
         cost.missed(number.to_bytes(4, "big"))
     assert len(cost._asked) == 4096
+
+
+# ---- what get_stats shows -----------------------------------------------------------------------------------------
+
+
+def test_get_stats_shows_what_was_delivered_missed_and_moved(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asserts the class and enters the lists in histograms (observability/metrics_collector.py:2388-2398)."""
+    pool = MHATokenToKVPoolHost("page_first", page_size=4)
+    fill(pool)
+    storage = open_storage(pool)
+    monkeypatch.setattr("stepwell.adapters.sglang.storage.SECONDS", 0.0)  # a new look at each call
+    keys, page = hashes(5), pool.element(0).nbytes
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2, 3, 4)))
+    assert all(storage.batch_set_v1(keys[:2], pages_of(pool, 0, 1)))
+    assert storage.batch_exists([*keys, "0" * 64, "1" * 64]) == 5
+    assert storage.batch_get_v1([*keys[:3], "0" * 64], pages_of(pool, 9, 8, 7, 6)) == [True, True, True, False]
+    found = storage.get_stats()
+    assert isinstance(found, standin.StorageMetrics)
+    assert (found.prefetch_pgs, found.backup_pgs) == ([4], [5, 2])
+    assert (len(found.prefetch_bandwidth), len(found.backup_bandwidth)) == (1, 1)  # of what moved
+    shown = found.stepwell["pools"]["kv"]
+    assert shown["hit_tokens"] == {"shared": 3 * 4}
+    assert shown["miss_tokens"]["absent"] == 2 * 4
+    assert shown["saved_tokens"] == 5 * 4
+    assert shown["tiers"]["shared"]["resident_bytes"] == shown["tiers"]["disk"]["resident_bytes"] == 5 * page
+    assert shown["tiers"]["shared"]["read_bytes"] >= 3 * page
+    assert {call: each["count"] for call, each in shown["calls"].items()} == {"exists": 1, "get": 1, "set": 2}
+    assert found.stepwell["epoch"] == storage._weights.current
+    again = storage.get_stats()
+    assert (again.prefetch_pgs, again.backup_pgs, again.prefetch_bandwidth, again.backup_bandwidth) == ([], [], [], [])
+    assert again.stepwell["pools"]["kv"]["hit_tokens"] == {"shared": 3 * 4}
+    again.prefetch_stats = {}  # as SGLang does (unified_radix_cache.py:3706)
+    storage.close()
+    assert storage.get_stats() is None
+
+
+def test_get_stats_asks_the_stores_once_a_second(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler asks in each of its rounds."""
+    from stepwell import PageStore
+
+    storage = open_storage(MHATokenToKVPoolHost("page_first"))
+    clock, looks = [100.0], []
+    stats = PageStore.stats
+    monkeypatch.setattr("stepwell.adapters.sglang.storage.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(PageStore, "stats", lambda store: (looks.append(clock[0]), stats(store))[1])
+    for at in (100.0, 100.5, 100.9, 101.0, 101.5):
+        clock[0] = at
+        assert storage.get_stats().stepwell["pools"]["kv"]["saved_tokens"] == 0
+    assert looks == [100.0, 101.0]
+
+
+def test_tokens_of_a_side_pool_are_those_of_the_pages_that_its_keys_name(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, side = MHATokenToKVPoolHost("page_first", page_size=4), StatePool()
+    storage = open_storage(pool, side)
+    transfer = PoolTransfer(PoolName.MAMBA, host_indices=pages_of(side, 0, 1), keys=hashes(2))
+    assert storage.batch_set_v2([transfer]) == {PoolName.MAMBA: [True, True]}
+    assert storage.get_stats().stepwell["pools"]["mamba"]["saved_tokens"] == 2 * 4
+
+
+def test_a_store_that_cannot_be_asked_is_left_out_and_nothing_is_raised(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell import PageStore, StepwellError
+
+    def refuse(store: PageStore) -> None:
+        raise StepwellError("an assertion of the core failed")
+
+    storage = open_storage(MHATokenToKVPoolHost("page_first"))
+    monkeypatch.setattr(PageStore, "stats", refuse)
+    assert storage.get_stats().stepwell["pools"] == {}
+
+
+def test_metrics_are_registered_where_sglang_asks_for_storage_metrics(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_sglang_metrics import Client
+
+    client = Client()
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", client)
+    monkeypatch.setattr("stepwell.adapters.sglang.storage.SECONDS", 0.0)
+    open_storage(MHATokenToKVPoolHost("page_first")).get_stats()
+    assert not client.registry
+    pool = MHATokenToKVPoolHost("page_first", page_size=4)
+    storage = open_storage(pool, config={"enable_storage_metrics": True, "tp_rank": 1, "tp_size": 2})
+    keys = hashes(3)
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    assert all(storage.batch_get_v1(keys, pages_of(pool, 3, 4, 5)))
+    storage.get_stats()
+    assert client.registry["stepwell_hit_tokens"].values == {("kv", "shared", "tp1"): 3 * 4}
+    assert len(client.registry["stepwell_call_seconds"].observed[("kv", "get", "tp1")]) == 1
+    storage.close()
+    assert set(client.registry["stepwell_resident_bytes"].values.values()) == {0}
+
+
+def test_sizes_that_do_not_go_together_are_said_once_at_attach(
+    open_storage: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = MHATokenToKVPoolHost("page_first", pages=4096)  # 3 MiB, beside 4 MiB shared
+    with caplog.at_level("WARNING", "stepwell"):
+        open_storage(pool)
+    assert caplog.text.count("shared beside a cache of 3 MiB in SGLang's host memory") == 1
+    caplog.clear()
+    with caplog.at_level("WARNING", "stepwell"):
+        open_storage(pool, config={"tp_rank": 1, "tp_size": 2})  # said by the first rank, for all
+        open_storage(MHATokenToKVPoolHost("page_first"))
+    assert "SGLang's host memory" not in caplog.text

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from stepwell.settings import Origin, Settings, from_mapping, load_settings
     from stepwell.stats import Stats, TierStats, Tree
     from stepwell.store import PageStore, Probe, Reopened, VerifyResult
+    from stepwell.tiers.limits import Limit, memory_limit
 
 __all__ = [
     "DeviceTier",
@@ -55,6 +56,7 @@ __all__ = [
     "HostTier",
     "Inbox",
     "LentPool",
+    "Limit",
     "Match",
     "Miss",
     "Namespace",
@@ -89,6 +91,7 @@ __all__ = [
     "from_mapping",
     "inspection",
     "load_settings",
+    "memory_limit",
     "parse_size",
     "removal",
     "verification",
@@ -112,6 +115,7 @@ _HOMES = {
     "settings": ("Origin", "Settings", "from_mapping", "load_settings"),
     "stats": ("Stats", "TierStats", "Tree"),
     "store": ("PageStore", "Probe", "Reopened", "VerifyResult"),
+    "tiers.limits": ("Limit", "memory_limit"),
 }
 _MODULES = ("errors", "inspection", "removal", "verification")  # public as wholes
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

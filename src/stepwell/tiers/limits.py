@@ -31,6 +31,15 @@ class Limit:
     source: str
 
 
+def memory_limit() -> Limit:
+    """Return what this process may take of memory at most: the least of the machine's and its cgroups' limits.
+
+    Raises:
+        OSError: /proc cannot be read.
+    """
+    return MemoryLimits().memory()
+
+
 class Limits(Protocol):
     """Answer what a reservation at a path may take. Threads: any."""
 

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -31,10 +31,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.observability.metrics_collector import StorageMetrics
 
 import stepwell as sw
 from stepwell.adapters.sglang.bound import LoadBound, RecomputeCost
 from stepwell.adapters.sglang.identity import Identity, identity
+from stepwell.adapters.sglang.memory import warnings_of
+from stepwell.adapters.sglang.metrics import SECONDS, Calls, Exporter, Snapshot, rank_label, snapshot_of
 from stepwell.adapters.sglang.pools import HostPool, PoolPages, Whose, describe
 from stepwell.adapters.sglang.settings import SglangSettings, read_settings
 from stepwell.adapters.sglang.weights import Following, weights_epoch
@@ -75,6 +78,11 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self._is_closed = False
         self._says = _Says()
         self._cost = RecomputeCost(time.monotonic)
+        self._rank = rank_label(storage_config)
+        self._exporter = Exporter(self._rank) if storage_config.enable_storage_metrics else None
+        self._snapshot: Snapshot = {}
+        self._snapshot_at = float("-inf")
+        self._epoch_changes = 0
         self.registered_pools: dict[str, HostPool] = self._pools
         self._weights = weights_epoch()
         if self._settings.is_persistent and not (self._weights.is_watched or self._settings.adapter.weights_static):
@@ -110,6 +118,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             for name, pool in self._pools.items():
                 self._members[name] = self._open(name, pool)
             self._is_open = True
+            self._warn_of_memory()
         except BaseException:
             self.close()
             raise
@@ -125,13 +134,26 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             store.close()
             raise
         _LOG.info("host pool %s: %d pages of %d bytes, %s", name, pages.pages, pages.geometry.page_bytes, pages.form)
+        key_tokens = pages.page_tokens if name == _KV else int(self._pools[_KV].page_size)
         bound = LoadBound(
-            self._settings.adapter.load_bound,
-            prefetch=self._prefetch,
-            page_tokens=pages.page_tokens if name == _KV else int(self._pools[_KV].page_size),
-            cost=self._cost,
+            self._settings.adapter.load_bound, prefetch=self._prefetch, page_tokens=key_tokens, cost=self._cost
         )
-        return _Member(name, pool, pages, store, lent, bound, _Rows(pages, store), _Rows(pages, store))
+        calls, rows = Calls(pages.geometry.page_bytes), (_Rows(pages, store), _Rows(pages, store))
+        return _Member(name, pool, pages, store, lent, bound, key_tokens, calls, *rows)
+
+    def _warn_of_memory(self) -> None:
+        """Say once what of SGLang's host memory and of shared memory does not go together."""
+        if self._rank != "tp0":
+            return
+        shared = self._settings.tiers.get("shared")
+        capacity = shared.get("capacity") if isinstance(shared, dict) else shared
+        for finding in warnings_of(
+            sum(member.pages.pages * member.pages.geometry.page_bytes for member in self._members.values()),
+            ranks=self._ranks(),
+            shared_bytes=None if capacity is None else sw.parse_size(capacity, name="stepwell.shared.capacity"),
+            mode=_host_memory_mode(),
+        ):
+            _LOG.warning("%s: %s: %s; %s", finding.subject, finding.found, finding.why, finding.remedy)
 
     def _whose(self, name: str, pool: HostPool) -> Whose:
         """Say whose bytes a pool's are.
@@ -177,6 +199,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _set_epoch(self, epoch: str) -> None:
         """Follow the weights: pages of any other epoch are misses from now on."""
+        self._epoch_changes += 1
         for member in list(self._members.values()):
             member.store.set_epoch(epoch)
 
@@ -316,12 +339,60 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         for member in self._members.values():
             member.store.clear()
 
+    def get_stats(self) -> StepwellMetrics | None:
+        """Return what was moved since the last call, and what the stores hold and have done.
+
+        SGLang asks in each round of its scheduler, where storage metrics are enabled (unified_radix_cache.py:3702): the
+        stores are asked once a second at most. None: closed.
+        """
+        if self._is_closed:
+            return None
+        found = StepwellMetrics()
+        kv = self._members.get(_KV)
+        if kv is not None:
+            reads, writes = kv.calls.take_batches("get"), kv.calls.take_batches("set")
+            found.prefetch_pgs.extend(batch.pages for batch in reads)
+            found.prefetch_bandwidth.extend(batch.gigabytes_per_second for batch in reads if batch.nbytes)
+            found.backup_pgs.extend(batch.pages for batch in writes)
+            found.backup_bandwidth.extend(batch.gigabytes_per_second for batch in writes if batch.nbytes)
+        now = time.monotonic()
+        if now - self._snapshot_at >= SECONDS:
+            self._snapshot_at = now
+            self._snapshot = self._look()
+            if self._exporter is not None:
+                durations = {name: member.calls.take_durations() for name, member in list(self._members.items())}
+                self._exporter.publish(self._snapshot, durations)
+        found.stepwell = self._snapshot
+        return found
+
+    def _look(self) -> Snapshot:
+        pools: dict[str, Snapshot] = {}
+        for name, member in list(self._members.items()):
+            try:
+                pools[name] = snapshot_of(
+                    member.store.stats(),
+                    member.calls,
+                    page_bytes=member.pages.geometry.page_bytes,
+                    page_tokens=member.key_tokens,
+                )
+            except sw.StepwellError as error:
+                self._says.warn("get_stats of host pool %s: %s", name, error)
+        return {
+            "rank": self._rank,
+            "epoch": self._weights.current,
+            "epoch_changes": self._epoch_changes,
+            "is_watched": self._weights.is_watched,
+            "pools": pools,
+        }
+
     def close(self) -> None:
         """Finish or cancel what runs, and let the directories go. Pages in them stay. Idempotent."""
         if self._following is not None:
             self._following()
             self._following = None
         self._is_closed = True
+        if self._exporter is not None:
+            self._exporter.close()
         members, self._members = list(self._members.values()), {}
         failures: list[sw.StepwellError] = []
         for member in members:
@@ -353,9 +424,11 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _probe(self, member: _Member, keys: npt.NDArray[np.uint8]) -> int:
         adapter = self._settings.adapter
+        began = time.monotonic()
         run = member.store.probe(
             keys, lease=adapter.lease, readahead=adapter.read_ahead, within=member.bound.within()
         ).run
+        member.calls.note("exists", time.monotonic() - began)
         if member.bound.learns and member.name == _KV and run < len(keys):
             self._cost.missed(keys[run].tobytes())
         return run
@@ -374,7 +447,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
                 if page is not None:
                     member.pool.set_from_flat_data_page(slot * member.pages.page_tokens, page)
             return [page is not None for page in pages]
-        ok = member.store.load_keys(_as_keys(keys), into=member.lent[slots], deadline=self._deadline(member, len(keys)))
+        ok = member.load(_as_keys(keys), into=member.lent[slots], deadline=self._deadline(member, len(keys)))
         return ok.tolist()  # type: ignore[no-any-return]
 
     def _set(
@@ -386,7 +459,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         if member.lent is None:
             at = (slots * member.pages.page_tokens).tolist()
             return self._set_flat(member, keys, [member.pool.get_data_page(index, flat=True) for index in at])
-        outcomes = member.store.save_keys(
+        outcomes = member.save(
             _as_keys(keys),
             source=member.lent[slots],
             deadline=self._settings.adapter.set_timeout,
@@ -405,7 +478,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         for first, last in _parts(len(keys)):
             with member.read_rows as rows:
                 left = max(0.0, limit - time.monotonic())
-                ok = member.store.load_keys(raw[first:last], into=rows.lent[0 : last - first], deadline=left)
+                ok = member.load(raw[first:last], into=rows.lent[0 : last - first], deadline=left)
                 for row in np.flatnonzero(ok).tolist():
                     found[first + row] = _fill(targets[first + row], rows.bytes[row])
             if not ok.all():
@@ -419,7 +492,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             with member.write_rows as rows:
                 for row, page in enumerate(pages[first:last]):
                     rows.bytes[row] = _bytes_of(page, member.pages.geometry.page_bytes)
-                outcomes = member.store.save_keys(
+                outcomes = member.save(
                     raw[first:last],
                     source=rows.lent[0 : last - first],
                     deadline=self._settings.adapter.set_timeout,
@@ -439,7 +512,10 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A host pool and its store. lent: the pool's memory, None where pages are only handed out."""
+    """A host pool and its store.
+
+    lent: the pool's memory, None where pages are only handed out. key_tokens: of the KV page whose hash is a key.
+    """
 
     name: str
     pool: HostPool
@@ -447,8 +523,39 @@ class _Member:
     store: sw.PageStore
     lent: sw.LentPool | None
     bound: LoadBound
+    key_tokens: int
+    calls: Calls
     read_rows: _Rows
     write_rows: _Rows
+
+    def load(self, keys: npt.NDArray[np.uint8], *, into: sw.PoolSlice, deadline: float) -> npt.NDArray[np.bool_]:
+        """Load pages, and note what it took."""
+        began, ok = time.monotonic(), None
+        try:
+            ok = self.store.load_keys(keys, into=into, deadline=deadline)
+            return ok
+        finally:
+            moved = 0 if ok is None else int(np.count_nonzero(ok))
+            self.calls.note("get", time.monotonic() - began, pages=len(keys), moved=moved)
+
+    def save(
+        self, keys: npt.NDArray[np.uint8], *, source: sw.PoolSlice, deadline: float, **chain: Any
+    ) -> npt.NDArray[np.uint8]:
+        """Save pages, and note what it took: pages that were here before are not moved."""
+        began, outcomes = time.monotonic(), None
+        try:
+            outcomes = self.store.save_keys(keys, source=source, deadline=deadline, **chain)
+            return outcomes
+        finally:
+            moved = 0 if outcomes is None else int(np.count_nonzero(outcomes == sw.SaveOutcome.STORED))
+            self.calls.note("set", time.monotonic() - began, pages=len(keys), moved=moved)
+
+
+@dataclass
+class StepwellMetrics(StorageMetrics):  # type: ignore[misc]
+    """What get_stats returns: SGLang's lists since the last call, and a dict of everything (docs/sglang.md)."""
+
+    stepwell: Snapshot = field(default_factory=dict)
 
 
 class _Rows:
@@ -582,6 +689,16 @@ def _fill(target: torch.Tensor | None, row: npt.NDArray[np.uint8]) -> torch.Tens
         )
     target.copy_(torch.from_numpy(row).view(target.dtype).reshape(target.shape))
     return target
+
+
+def _host_memory_mode() -> str:
+    """Return SGLang's `--hicache-host-memory-mode`; its default where it cannot be read."""
+    try:
+        from sglang.srt.runtime_context import get_memory
+
+        return str(get_memory().hicache_host_memory_mode)
+    except (ImportError, AttributeError, ValueError):
+        return "cache"
 
 
 def _prefetch_timeout() -> tuple[float, float]:
