@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from contextlib import closing
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from stepwell.cli.arguments import Commands, add_settings
+from stepwell.cli.arguments import Commands, add_settings, positive, rate
 from stepwell.cli.output import say
 from stepwell.endings import ended_in_order
 
@@ -34,6 +36,19 @@ def add(commands: Commands) -> None:
     parser.add_argument("--disk", metavar="DIR", help="in place of disk.path; capacity, where none is given: 1 GiB")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON on standard output")
     parser.add_argument("--no-round", action="store_true", help="only look: nothing is written through the tiers")
+    group = parser.add_argument_group("SGLang")
+    group.add_argument(
+        "--sglang",
+        action="store_true",
+        help="also check the SGLang of this environment against every interface that stepwell uses of it (imports it)",
+    )
+    group.add_argument(
+        "--hicache-size", type=rate, metavar="GB", help="as SGLang is given it: does it fit beside the shared tier?"
+    )
+    group.add_argument(
+        "--hicache-host-memory-mode", choices=("cache", "buffer_only"), default="cache", help="as SGLang is given it"
+    )
+    group.add_argument("--ranks", type=positive, default=1, metavar="N", help="of SGLang on this host (default: 1)")
     parser.set_defaults(run=run)
 
 
@@ -51,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             with_round=not options.no_round,
         )
         with closing(checks):
-            for finding in checks:
+            for finding in chain(checks, _sglang(options) if options.sglang else ()):
                 findings.append(finding)
                 if not options.json:
                     show(finding)
@@ -65,6 +80,33 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"{counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail")
     return 1 if counts["fail"] else 0
+
+
+def _sglang(options: argparse.Namespace) -> Iterator[Finding]:
+    """Check SGLang, and its memory beside the shared tier of the same sources, where these can be read."""
+    from stepwell import StepwellError, StepwellUsageError, load_settings, parse_size
+    from stepwell.adapters.sglang.check import check_sglang
+
+    # The engine gives the geometry; where a capacity is asked for, any will do.
+    geometry = ("model=any", "revision=any", "layers=1", "kv_heads=1", "head_dim=8", "dtype=uint8", "page_tokens=1")
+    own = [f"geometry.{each}" for each in geometry]
+    has_config, shared_bytes = True, None
+    for arguments in (options.set, [*options.set, *own]):
+        try:
+            shared = load_settings(options.config, arguments=arguments).config.shared
+        except (StepwellUsageError, StepwellError):
+            has_config = False
+            continue
+        has_config = True
+        shared_bytes = None if shared is None else parse_size(shared.capacity, name="shared.capacity")
+        break
+    yield from check_sglang(
+        shared_bytes=shared_bytes,
+        has_config=has_config,
+        hicache_gigabytes=options.hicache_size,
+        mode=options.hicache_host_memory_mode,
+        ranks=options.ranks,
+    )
 
 
 def show(finding: Finding) -> None:

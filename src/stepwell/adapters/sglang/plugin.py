@@ -68,8 +68,17 @@ def missing_hooks() -> list[str]:
 
     Imports SGLang, and with it torch.
     """
+    return missing_of(_SIGNATURES, _FIELDS)
+
+
+def missing_of(signatures: Mapping[str, tuple[str, ...]], fields: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Say what is missing, or is otherwise than asked.
+
+    Args:
+        signatures: of functions by their full names, the first parameters. fields: of classes, those annotated.
+    """
     missing = []
-    for target, parameters in _SIGNATURES.items():
+    for target, parameters in signatures.items():
         try:
             found = tuple(inspect.signature(resolve_name(target)).parameters)
         except (ImportError, AttributeError, TypeError) as error:
@@ -77,13 +86,13 @@ def missing_hooks() -> list[str]:
             continue
         if found[: len(parameters)] != parameters:
             missing.append(f"{target} takes {found}, not {parameters}")
-    for name, fields in _FIELDS.items():
+    for name, wanted in fields.items():
         try:
             annotations = inspect.get_annotations(resolve_name(name))
         except (ImportError, AttributeError) as error:
             missing.append(f"{name} is missing ({error})")
             continue
-        missing += [f"{name} has no field {field}" for field in fields if field not in annotations]
+        missing += [f"{name} has no field {field}" for field in wanted if field not in annotations]
     return missing
 
 
