@@ -164,7 +164,9 @@ def test_a_session_that_failed_on_one_rank_is_named_on_none(ranks: list[dict[str
     step = "distributed, failed on one rank"
     assert [rank["seen"][step]["success"] for rank in ranks] == [True, False]
     assert seen(ranks, step)["epoch"].startswith("random-")
-    assert [rank["seen"][step]["flushed"] for rank in ranks] == [seen(ranks, step)["epoch"]] * 2
+    flushed = {rank["seen"][step]["flushed"] for rank in ranks}
+    assert len(flushed) == 1
+    assert flushed.pop().startswith("random-")
 
 
 @pytest.mark.parametrize("way", ["distributed", "tensor"])

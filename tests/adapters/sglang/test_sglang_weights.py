@@ -262,10 +262,32 @@ def test_a_flush_changes_no_other_epoch() -> None:
     start = epoch.current
     epoch.flushed()
     assert epoch.current == start
-    update(epoch, None)
+    update(epoch, None, is_flushed=True)
     meanwhile = epoch.current
     epoch.flushed()
     assert epoch.current == meanwhile
+
+
+def test_what_was_kept_between_a_change_and_the_flush_is_not_found_after_it() -> None:
+    """Backups that go on over an update keep pages of the weights before under the random name (weight_updater.py:120:
+    SGLang refuses to flush then, and asks for a flush later)."""
+    epoch = epoch_at_start()
+    meanwhile = update(epoch, None, is_flushed=False)
+    told: list[str] = []
+    epoch.follow(told.append)
+    epoch.flushed()
+    assert epoch.is_random
+    assert epoch.current != meanwhile
+    assert told == [epoch.current]
+
+
+def test_all_ranks_have_one_name_after_a_flush() -> None:
+    def work(rank: Rank, number: int, epoch: WeightsEpoch) -> None:
+        with epoch.change(rank):
+            pass
+        epoch.flushed()
+
+    assert len(set(names_of(on_ranks(3, work)))) == 1
 
 
 def test_only_the_last_version_waits() -> None:

@@ -285,10 +285,19 @@ class WeightsEpoch:
                 self._become_random(self._random())
 
     def flushed(self) -> None:
-        """Note that SGLang's own cache is empty now, and take the version that has waited for that."""
+        """Note that SGLang's own cache is empty now: take the version that has waited for that, or another random name.
+
+        Since the change SGLang may have kept pages of the weights before it under the random name: backups that were
+        under way, requests that went on. From here on it has none of them, and must not find those again. Within a
+        change there were none: SGLang flushes only once it has seen all backups end (managers/scheduler.py:5392), which
+        it does on the thread that is busy with the change.
+        """
         with self._lock:
+            is_first_since = self._has_changed and not self._is_flushed and not self._under_way
             self._is_flushed = True
             self._take_version()
+            if is_first_since and self.is_random:
+                self._switch(_named("random", self._current))  # of what the ranks share: they need not meet
 
     def label(self, version: str) -> None:
         """Note that the present weights are called by a version. It is theirs: another change cannot have it."""
