@@ -84,7 +84,7 @@ class Medium {
   // Frees the slot's record: nobody can find the page any more. Done before the index gets the slot back.
   virtual Status retire(uint32_t slot) noexcept = 0;
   // Runs. What the medium cannot do for all pages of a run together it leaves undone: the methods above then do it page
-  // by page, and say of each what it comes to.
+  // by page, and say of each what it comes to. That a call for all of them failed is seen in file::last_error().
   // How many pages may be in one run that begins at this slot; 1: nothing would be gained.
   virtual uint32_t longest_run(uint32_t) const noexcept { return 1; }
   // prepare_read() of each: sources[i] stays valid until the scratch's next run, and has no bytes where it is for

@@ -221,6 +221,11 @@ struct Mover::Impl {
     (is_read ? read_errno : write_errno)[c].store(file::last_error(), std::memory_order_relaxed);
     (is_read ? read_errors : write_errors)[c].fetch_add(1, std::memory_order_release);
   }
+  // After a call for several pages: where it failed it counts as one error, also where each page's own call works then.
+  // Else a device that fails now and then would be seen by nobody.
+  void count_run(int column, bool is_read) noexcept {
+    if (file::last_error() != 0) count(Status::kIOError, column, is_read);
+  }
   // False: the record may name its page still, and a restart would find it: whose slot it is, is owed.
   bool frees_record(uint32_t slot, int column) noexcept {
     const Status status = media[static_cast<size_t>(column)]->retire(slot);
@@ -609,6 +614,7 @@ void Mover::Impl::open_run(const Transfer& transfer, const uint32_t* pages, cons
   if (stretch.is_sink) return;
   worker.enter(stretch.column);
   media[column]->read_run(&worker.run, worker.scratch);
+  count_run(stretch.column, true);
 }
 
 // False: nothing has happened, the pages are to be written one by one. A page that drops out on the way leaves its slot
@@ -618,7 +624,9 @@ bool Mover::Impl::write_run(Transfer& transfer, const uint32_t* pages, const Str
   PageRun& run = worker.run;
   const auto column = static_cast<size_t>(stretch.column);
   worker.enter(stretch.column);
-  if (!media[column]->begin_run(&run, worker.scratch)) return false;
+  const bool is_begun = media[column]->begin_run(&run, worker.scratch);
+  count_run(stretch.column, false);
+  if (!is_begun) return false;
   uint32_t first = 0, i = 0;  // those between are filled and not finished
   for (; i < stretch.count && !stopped(transfer); ++i) {
     bool is_filled = false, source_is_bad = false;
@@ -656,6 +664,7 @@ void Mover::Impl::finish_run(Transfer& transfer, const uint32_t* pages, uint32_t
   for (uint32_t i = first; i < first + count; ++i) transfer.progress_->pages[pages[i]].published |= column_mask(column);
   worker.enter(column);
   const bool is_finished = count > 1 && medium.finish_run(&run, first, count);
+  count_run(column, false);
   for (uint32_t i = first; i < first + count; ++i) {
     if (!is_finished && run.statuses[i] == Status::kOk) {
       worker.enter(column);
@@ -1365,6 +1374,9 @@ void Mover::Impl::settle(const std::vector<Settling>& round, int column, Worker&
     std::lock_guard lock(queue_mutex);
     flow.writes[static_cast<size_t>(WorkClass::kSave)][static_cast<size_t>(column)].ns += ns;
   }
+  // What a page says itself is counted with it.
+  if (std::all_of(statuses.begin(), statuses.end(), [](Status status) { return status == Status::kOk; }))
+    count_run(column, false);
   for (size_t i = 0; i < pages.size(); ++i) {
     Transfer& transfer = *pages[i].transfer;
     transfer.progress_->pages[pages[i].page].unsettled &= static_cast<ColumnMask>(~column_mask(column));

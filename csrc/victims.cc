@@ -21,7 +21,7 @@ void Victims::take(uint32_t n) {
   free();
   index_->take_victims(tier_, n, kNoSlot, &slots_);
   size_ = slots_.size();
-  owed_ = 0;
+  owed_ = errors_ = 0;
 }
 
 void Victims::take_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages) {
@@ -39,19 +39,18 @@ void Victims::take_chain(uint32_t name_space, const int32_t* tokens, uint64_t co
     if (index_->finish(victim.page, tier_, victim.number) == Status::kOk) slots_.push_back(victim.slot);
   }
   size_ = slots_.size();
-  owed_ = 0;
+  owed_ = errors_ = 0;
 }
 
 void Victims::take_owed(uint32_t n, uint32_t only_range) {
   free();
   index_->take_owed(tier_, n, only_range, &slots_);
   size_ = slots_.size();
-  owed_ = 0;
+  owed_ = errors_ = 0;
 }
 
 size_t Victims::free() {
   size_t retired = 0;
-  file::forget_error();
   if (medium_ == nullptr) {
     retired = slots_.size();
   } else {
@@ -62,7 +61,12 @@ size_t Victims::free() {
         if (slots_[end] != slots_[end - 1] + 1) break;
         ++end;
       }
+      file::forget_error();
       medium_->retire_run(slots_[first], static_cast<uint32_t>(end - first), statuses.data());
+      if (const int error = file::last_error(); error != 0) {
+        error_ = error;
+        if (end - first > 1) ++errors_;  // the call for all of them, also where each record's own works then
+      }
       for (size_t i = first; i < end; ++i) {
         if (statuses[i - first] == Status::kOk) std::swap(slots_[retired++], slots_[i]);
       }
@@ -70,8 +74,8 @@ size_t Victims::free() {
   }
   // Owed before any is free: whatever the second call raises, none of these is.
   const size_t owed = slots_.size() - retired;
+  errors_ += owed;
   if (owed > 0) {
-    error_ = file::last_error();
     index_->owe_slots(tier_, slots_.data() + retired, owed);
   }
   owed_ += owed;

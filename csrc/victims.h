@@ -41,7 +41,9 @@ class Victims {
   bool empty() const noexcept { return slots_.empty(); }
   // How many of them free() found to be owed.
   size_t owed() const noexcept { return owed_; }
-  // errno of the last record that could not be retired; 0: none, or it is not known.
+  // How many calls to retire them failed in free(): one for each that is owed, and those for several records together.
+  size_t errors() const noexcept { return errors_; }
+  // errno of the last such call; 0: none, or it is not known.
   int error() const noexcept { return error_; }
   // Retires the records, then frees the slots; those whose record cannot be retired are owed. Returns how many are free;
   // none the second time.
@@ -56,6 +58,7 @@ class Victims {
   std::vector<uint32_t> slots_;
   size_t size_ = 0;
   size_t owed_ = 0;
+  size_t errors_ = 0;
   int error_ = 0;
 };
 

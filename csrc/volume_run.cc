@@ -72,9 +72,8 @@ void Volume::read_run(PageRun* run, Scratch& scratch) noexcept {
   }
   if (!any) return;
   const uint64_t wanted = header_.slot_bytes * (count - 1) + (direct_io_ ? header_.slot_bytes : header_.page_bytes);
-  const int64_t moved = file::pread(pages_fd(), bytes, wanted, page_offset(slot));
-  // Short or failed: which page is at fault is found by reading each.
-  if (moved < 0 || static_cast<uint64_t>(moved) != wanted) return;
+  // Which page is at fault is found by reading each.
+  if (file::pread_all(pages_fd(), bytes, wanted, page_offset(slot)) < 0) return;
   for (uint32_t i = 0; i < count; ++i) {
     if (run->sources[i].checksums != nullptr) run->sources[i].bytes = bytes + header_.slot_bytes * i;
   }
@@ -99,12 +98,13 @@ Status Volume::make_odd_run(uint32_t slot, uint32_t count, uint64_t* odd, Status
     }
     if (!changes) continue;
     status = write_records(slot + first, taken, records.data());
-    if (status != Status::kOk) return status;
+    // Also where it failed: what it wrote before that is odd, and no sync has it yet.
     for (uint32_t i = 0; i < taken && settles(); ++i) {
       if (statuses[first + i] != Status::kOk || odd[first + i] == before[i]) continue;
       // As store_generation() and make_odd() have it: 0 where no page was ever here.
       freed_in_[slot + first + i] = before[i] == 0 ? 0 : next_sync_.load();
     }
+    if (status != Status::kOk) return status;
   }
   return Status::kOk;
 }
@@ -214,11 +214,12 @@ void Volume::publish_records(uint32_t slot, uint32_t count, Status* statuses) no
     told_slots[told] = slots[i];
     told_generations[told++] = generations[i];
   }
-  if (append_ring(told_slots.data(), told_generations.data(), told) == Status::kOk) {
-    pass("volume.after_ring", count, statuses);
-  } else {
-    for (uint32_t i = 0; i < published; ++i) statuses[pages[i]] = Status::kIOError;
+  if (append_ring(told_slots.data(), told_generations.data(), told) != Status::kOk) {
+    for (uint32_t i = 0; i < published; ++i) {
+      if (statuses[pages[i]] == Status::kOk) statuses[pages[i]] = append_ring(slots[i], generations[i]);
+    }
   }
+  pass("volume.after_ring", count, statuses);
   // Who is told that the write failed gives the slot back: nobody may find the page then.
   for (uint32_t i = 0; i < published; ++i) {
     if (statuses[pages[i]] != Status::kOk) store_generation(slots[i], generations[i] + 1);
@@ -256,14 +257,16 @@ bool Volume::retire_records(uint32_t slot, uint32_t count, Status* statuses) noe
     set_generation(record, generations[freed++]);
   }
   if (freed == 0) return true;
-  if (write_records(slot, count, records.data()) != Status::kOk) {
-    for (uint32_t i = 0; i < freed; ++i) statuses[pages[i]] = retire(slots[i]);
-    return true;
-  }
-  // After the write: a sync that has this number then begins after it.
+  const Status status = write_records(slot, count, records.data());
+  // After the write: a sync that has this number then begins after it. Also where it failed, as in make_odd_run().
   for (uint32_t i = 0; i < freed && settles(); ++i) freed_in_[slots[i]] = next_sync_.load();
-  const Status told = append_ring(slots.data(), generations.data(), freed);
-  for (uint32_t i = 0; i < freed; ++i) statuses[pages[i]] = told;
+  const bool is_told = status == Status::kOk && append_ring(slots.data(), generations.data(), freed) == Status::kOk;
+  for (uint32_t i = 0; i < freed && !is_told; ++i) {
+    Status& of_page = statuses[pages[i]];
+    // retire() tells nobody of a page that it finds freed, as one may be that the failed write came to.
+    of_page = status == Status::kOk ? Status::kOk : store_generation(slots[i], generations[i]);
+    if (of_page == Status::kOk) of_page = append_ring(slots[i], generations[i]);
+  }
   return true;
 }
 

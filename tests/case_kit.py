@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from stepwell.hashing import Namespace, prefix_hashes
 from stepwell.index import Tier
 from stepwell.mover import SaveResult
 from stepwell.store import PageStore
+from stepwell.testing.faults import Action, inject
 from stepwell.tiers.directory import CoreHeaders
 from store_kit import GEOMETRY, Directories
 
@@ -48,6 +52,16 @@ def volume_bytes_for(geometry: PageGeometry, tier: Tier, pages: int, place: Path
             slots = 0
         low, high = (low, middle) if slots >= pages else (middle + 1, high)
     return low
+
+
+@contextmanager
+def bad_read(page: int, action: Action = "errno", value: int = errno.EIO) -> Iterator[None]:
+    """Spoil each read of the bytes of one page, whose transfer is read from disk by one worker in one run: the one that
+    is of all pages of the run, and the page's own, where the first has failed. Three reads each: checksums, records,
+    bytes, and record, checksums, bytes."""
+    with inject("file.pread", action, nth=3, value=value):
+        with inject("file.pread", action, nth=3 + 3 * page + 3, value=value):
+            yield
 
 
 def config_of(

@@ -904,7 +904,10 @@ void bind_index(nb::module_& module) {
                       "and they are free then; those whose record cannot be retired are owed. One thread at a time.")
       .def_prop_ro("size", &Victims::size, "How many, freed since or not.")
       .def_prop_ro("owed", &Victims::owed, "How many of them could not be freed: their records could not be retired.")
-      .def_prop_ro("error", &Victims::error, "errno of the last such record; 0: there is none, or it is not known.")
+      .def_prop_ro(
+          "errors", &Victims::errors,
+          "How many calls to retire records failed: one for each that is owed, and those for several together.")
+      .def_prop_ro("error", &Victims::error, "errno of the last such call; 0: there is none, or it is not known.")
       .def("free", &Victims::free, Release(),
            "Retire the records, then free the slots. Return how many are free; none the second time.")
       .def(

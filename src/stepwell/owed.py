@@ -28,8 +28,8 @@ _SAY_AGAIN_SECONDS: Final = 60.0
 class _Tried:
     """What came of it in one tier.
 
-    retries: of owed slots. room: evictions of which no slot came free. failures: records that could not be retired when
-    their page left; errno: of the last one, until somebody asked for it.
+    retries: of owed slots. room: evictions of which no slot came free. failures: calls to retire the records of pages
+    that left which failed; errno: of the last one, until somebody asked for it.
     """
 
     retries: Backoff = field(default_factory=Backoff)
@@ -87,9 +87,9 @@ class Owed:
     def note(self, tier: Tier, victims: _core.Victims) -> None:
         """Take what became of the slots of pages that left."""
         tried = self._tried[tier]
-        if victims.owed:
+        if victims.errors:
             with self._lock:
-                tried.failures += victims.owed
+                tried.failures += victims.errors
                 tried.errno = victims.error
         if victims.owed < victims.size:
             tried.room.succeeded()
@@ -97,7 +97,7 @@ class Owed:
             tried.room.failed(self._clock.monotonic())
 
     def failures(self, tier: Tier) -> int:
-        """Return how many records could not be retired when their page left."""
+        """Return how many calls to retire the records of pages that left have failed."""
         return self._tried[tier].failures
 
     def take_errno(self, tier: Tier) -> int:

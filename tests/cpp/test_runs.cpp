@@ -15,6 +15,7 @@
 #include "fake_medium.h"
 #include "fault.h"
 #include "mover.h"
+#include "victims.h"
 #include "volume_files.h"
 
 namespace stepwell {
@@ -151,6 +152,16 @@ struct World {
     }
   }
 
+  // What the disk's calls came to; `error`: the last one's errno.
+  void check_errors(uint64_t reads, uint64_t writes, int error) {
+    const MoverStats stats = mover->stats();
+    CHECK(stats.io_errors == reads + writes);
+    CHECK(stats.read_errors[kDisk] == reads);
+    CHECK(stats.write_errors[kDisk] == writes);
+    if (reads > 0) CHECK(stats.read_errno[kDisk] == error);
+    if (writes > 0) CHECK(stats.write_errno[kDisk] == error);
+  }
+
   PageShape shape = shape_of({512, 192, 320});
   Index index{16};
   VolumeFiles files{VolumeMedium::kDisk, shape, 512 * 1024};
@@ -223,6 +234,8 @@ TEST_CASE("a run whose bytes cannot be read in one call is read page by page, an
       fault::arm("file.pread", is_short ? fault::Action::kShort : fault::Action::kErrno, call, is_short ? 100 : EIO);
       world.check_load(kPages, Status::kOk);
       CHECK(calls("file.pread") > 3);
+      // A short call is gone on with, as one for a page is; a failed one is seen, although no page is lost.
+      world.check_errors(is_short ? 0 : 1, 0, is_short ? 0 : EIO);
     }
   }
   World world;
@@ -230,6 +243,7 @@ TEST_CASE("a run whose bytes cannot be read in one call is read page by page, an
   // What lies behind the end of the file can no longer be read.
   REQUIRE(::ftruncate(world.files.pages(), static_cast<off_t>(world.files.page_at(kPages - 1))) == 0);
   world.check_load(kPages - 1, Status::kIOError);
+  world.check_errors(2, 0, EIO);  // the call for all, and the page's own
 }
 
 TEST_CASE("each page of a run is verified by itself: its bytes, its checksums, its record") {
@@ -245,14 +259,78 @@ TEST_CASE("each page of a run is verified by itself: its bytes, its checksums, i
 }
 
 TEST_CASE("a run that cannot be written in one call is written page by page") {
-  for (uint64_t call = 1; call <= 5; ++call) {  // odd, bytes, checksums, records, even
-    CAPTURE(call);
-    World world;
-    fault::arm("file.pwrite", fault::Action::kErrno, call, EIO);
-    const auto saved = world.run(world.save_spec(mask(Tier::kDisk)));
-    CHECK(calls("file.pwrite") > 7);
-    for (const Status status : saved->page_status()) CHECK(status == Status::kOk);
-    world.check_load(kPages, Status::kOk);
+  for (const Durability durability : {Durability::kProcess, Durability::kPower}) {
+    for (uint64_t call = 1; call <= 7; ++call) {  // odd, bytes, checksums, records, even; ring entries, counter
+      CAPTURE(call);
+      World world(durability);
+      fault::arm("file.pwrite", fault::Action::kErrno, call, ENXIO);
+      const auto saved = world.run(world.save_spec(mask(Tier::kDisk)));
+      CHECK(calls("file.pwrite") > 7);
+      for (const Status status : saved->page_status()) CHECK(status == Status::kOk);
+      world.check_load(kPages, Status::kOk);
+      world.check_errors(0, 1, ENXIO);  // seen, although no page is lost
+      CHECK(world.files.word(world.files.header().ring_offset) == kPages);
+    }
+  }
+}
+
+TEST_CASE("records that cannot be freed in one call are freed one by one, and readers are told of each") {
+  constexpr uint32_t kCount = 8;
+  for (uint64_t call = 1; call <= 3; ++call) {  // records, ring entries, counter
+    for (const bool is_cut : {false, true}) {   // in the middle of the call
+      CAPTURE(call);
+      CAPTURE(is_cut);
+      World world;
+      world.run(world.save_spec(mask(Tier::kDisk)));
+      if (is_cut) fault::arm("file.pwrite", fault::Action::kShort, call, call == 3 ? 4 : 3 * kRecordBytes);
+      fault::arm("file.pwrite", fault::Action::kErrno, is_cut ? call + 1 : call, EIO);
+      std::array<Status, kCount> statuses;
+      world.volume->retire_run(2, kCount, statuses.data());
+      for (const Status status : statuses) CHECK(status == Status::kOk);
+      for (uint32_t slot = 0; slot < kPages; ++slot)
+        CHECK(world.files.generation(slot) % 2 == (slot >= 2 && slot < 2 + kCount ? 1 : 0));
+      const uint64_t ring = world.files.header().ring_offset;
+      CHECK(world.files.word(ring) == kPages + kCount);
+      for (uint32_t i = 0; i < kCount; ++i)
+        CHECK(world.files.word(ring + kRingHeadBytes + kRingEntryBytes * (kPages + i)) == 2 + i);
+    }
+  }
+}
+
+TEST_CASE("a failed call to free records together is counted where each record's own then works") {
+  World world;
+  world.run(world.save_spec(mask(Tier::kDisk)));
+  fault::arm("file.pwrite", fault::Action::kErrno, 1, ENXIO);
+  Victims victims(&world.index, world.volume.get(), Tier::kDisk);
+  victims.take(kPages);
+  CHECK(victims.free() == kPages);
+  CHECK(victims.owed() == 0);
+  CHECK(victims.errors() == 1);
+  CHECK(victims.error() == ENXIO);
+}
+
+TEST_CASE("a page that a failed call freed in part is freed durably before its slot is written again") {
+  for (const bool is_retired : {false, true}) {
+    CAPTURE(is_retired);
+    World world(Durability::kPower);
+    world.run(world.save_spec(mask(Tier::kDisk)));
+    fault::arm("file.pwrite", fault::Action::kShort, 1, 3 * kRecordBytes);
+    fault::arm("file.pwrite", fault::Action::kErrno, 2, EIO);
+    PageRun run;
+    Scratch scratch;
+    std::array<Status, 8> statuses;
+    if (is_retired) {
+      world.volume->retire_run(0, 8, statuses.data());
+    } else {
+      run.reset(0, 8, world.shape.layers());
+      CHECK(!world.volume->begin_run(&run, scratch));
+      CHECK(world.files.generation(3) % 2 == 0);
+    }
+    CHECK(world.files.generation(2) % 2 == 1);
+    const uint64_t syncs = world.volume->syncs();
+    PageTarget target;
+    REQUIRE(world.volume->begin_write(2, scratch, &target) == Status::kOk);
+    CHECK(world.volume->syncs() == syncs + 1);
   }
 }
 

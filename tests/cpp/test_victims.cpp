@@ -131,6 +131,7 @@ TEST_CASE("a slot whose record cannot be retired is owed, and is nobody's until 
     CHECK(victims.free() == 2);
     CHECK(victims.size() == 3);
     CHECK(victims.owed() == 1);
+    CHECK(victims.errors() == 1);
     CHECK(victims.free() == 0);
     CHECK(victims.owed() == 1);
   }

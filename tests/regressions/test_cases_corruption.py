@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from case_kit import Box, config_of, tokens_of
+from case_kit import Box, bad_read, config_of, tokens_of
 from sequence_kit import PAGE_TOKENS, StampEngine, evict_all, prompt
 from stepwell.geometry import PageGeometry
 from stepwell.index import Tier
@@ -22,11 +23,6 @@ from store_kit import DISK_ONLY, PAGE_BYTES, VOLUME_BYTES, Directories, OpenRig,
 MakeEngine = Callable[..., StampEngine]
 
 
-def read_of(page: int) -> int:
-    """Which pread brings a page's bytes: one before it looks at the record, and one after it."""
-    return 3 * page + 2
-
-
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_failed_read_cuts_the_hit_and_its_page_is_never_a_foreign_one(open_rig: OpenRig, bad: int) -> None:
     """C001, ai-dynamo/dynamo#15079: a transfer that failed was completed as if it had loaded."""
@@ -34,14 +30,14 @@ def test_a_failed_read_cuts_the_hit_and_its_page_is_never_a_foreign_one(open_rig
     rig.save(chain(1, 4))
     with rig.store.match(chain(1, 4)) as match:
         rig.rows[:4] = stamps(chain(9, 4))  # another request's pages are where these are to land
-        with inject("file.pread", "errno", nth=read_of(bad), value=errno.EIO):
+        with bad_read(bad):
             transfer = rig.store.load(match, into=rig.pool[:4])
             assert transfer.wait(120.0)
     assert transfer.ok_pages == bad
     assert np.flatnonzero(~transfer.ok).tolist() == [bad]
     assert np.array_equal(rig.rows[:4][transfer.ok], stamps(chain(1, 4))[transfer.ok])
     stats = rig.store.stats()
-    assert (stats.io_errors, stats.misses["corrupt"]) == (1, 1)
+    assert (stats.io_errors, stats.misses["corrupt"]) == (2, 1)  # the read of all, and the page's own
     assert rig.store.cached(chain(1, 4), tiers=(Tier.DISK,)) == bad * 4
     rig.round()
     assert rig.store.stats().tiers["disk"].free == stats.tiers["disk"].free + 1
@@ -55,7 +51,7 @@ def test_a_sequence_never_sees_the_slot_of_a_page_that_failed_to_load(make_engin
     evict_all(engine.store, Tier.DEVICE, Tier.HOST)
     engine.cache(prompt(2, 31))  # in every slot of the device
     evict_all(engine.store, Tier.DEVICE, Tier.HOST)
-    with inject("file.pread", "errno", nth=read_of(bad), value=errno.EIO):
+    with bad_read(bad):
         sequence = engine.open(prompt(1, 17))
         engine.settle(sequence)
     assert sequence.ready == bad * PAGE_TOKENS
@@ -140,21 +136,23 @@ def test_a_read_that_comes_back_short_is_finished_or_a_miss(open_rig: OpenRig, s
     """C004, kvcache-ai/Mooncake#3066: a short read was taken for the whole page."""
     rig = open_rig(**DISK_ONLY, io_threads=1)
     rig.save(chain(1, 4))
-    with inject("file.pread", "short", nth=read_of(1), value=short):
+    with bad_read(1, "short", short):
         ok = rig.load(chain(1, 4))  # compares what came
     # What direct I/O cannot go on from (an odd offset, where the file system minds) is a miss.
     assert ok in {PAGE_BYTES // 2: (4,), PAGE_BYTES - 1: (1, 4), 0: (1,)}[short]
     rig.load(chain(1, 4))
 
 
-def test_a_batch_is_not_completed_by_what_is_left_of_a_failed_one(open_rig: OpenRig) -> None:
+def test_a_batch_is_not_completed_by_what_is_left_of_a_failed_one(open_rig: OpenRig, directories: Directories) -> None:
     """C004, kvcache-ai/Mooncake#3066: completions of a batch that had failed were taken for the next one's."""
     rig = open_rig(**DISK_ONLY)
     other = np.full((8, PAGE_BYTES), 0xEE, np.uint8)
     pool = rig.store.lend(other.reshape(8, 2, 2, 4, 2, 32), axes="slot layer stream token head dim")
     rig.save(chain(1, 8))
     rig.save(chain(2, 8))
-    with rig.store.match(chain(2, 8)) as match, inject("file.pread", "errno", nth=read_of(3), value=errno.EIO):
+    (file,) = directories.volumes("pages")
+    os.truncate(file, len(file.read_bytes().rstrip(b"\0")) - 1)  # one of the pages is not there to its end
+    with rig.store.match(chain(2, 8)) as match:
         failing = rig.start_load(chain(1, 8))
         following = rig.store.load(match, into=pool[:])
         assert failing.wait(120.0)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from case_kit import CASE_GEOMETRY, Box, config_of, tokens_of
+from case_kit import CASE_GEOMETRY, Box, bad_read, config_of, tokens_of
 from stepwell.hashing import Namespace
 from stepwell.index import Tier
-from stepwell.testing.faults import inject
 from store_kit import Directories
 
 
@@ -65,12 +63,13 @@ def test_every_counter_is_the_callers_own_tally(directories: Directories) -> Non
 
 def test_errors_are_counted_where_they_are_returned(directories: Directories) -> None:
     """C104, vllm-project/production-stack#818: counter and answer come from one event."""
-    with Box(config_of(directories, disk=16)) as box:
+    with Box(config_of(directories, disk=16, io_threads=1)) as box:
         box.save(tokens_of(1, 16))
-        with inject("file.pread", "errno", nth=2, value=errno.EIO):
+        with bad_read(0):
             assert box.load(tokens_of(1, 16)) == 0
         stats = box.store.stats()
-        assert (stats.io_errors, stats.misses["corrupt"], stats.hit_pages["disk"]) == (1, 1, 4)
+        # Two calls: the read of all pages of the load, and the one page's own.
+        assert (stats.io_errors, stats.misses["corrupt"], stats.hit_pages["disk"]) == (2, 1, 4)
 
 
 @pytest.mark.parametrize("tier", ["shared", "disk"])
