@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from case_kit import bad_read
 from stepwell import _core
 from stepwell.clock import ManualClock
 from stepwell.errors import PoisonedError, StepwellUsageError, TierIOError, VolumeBusyError
@@ -132,10 +133,39 @@ def test_pages_of_a_tier_that_is_out_are_kept_and_found_when_it_is_back(open_rig
 
 
 def test_one_error_takes_no_tier_out_of_service(open_rig: OpenRig) -> None:
-    rig = open_rig(**DISK_ONLY, clock=ManualClock())
+    rig = open_rig(**DISK_ONLY, clock=ManualClock(), io_threads=1)
     rig.save(chain(1, MANY))
-    with inject("file.pread", "errno", nth=20, value=errno.EIO):
-        assert 0 < rig.load(chain(1, MANY)) < MANY
+    with bad_read(7):
+        assert rig.load(chain(1, MANY)) == 7
+    rig.round()
+    assert state(rig) == "serving"
+
+
+def test_a_tier_that_errs_and_then_works_is_seen_although_no_page_is_lost(open_rig: OpenRig) -> None:
+    rig = open_rig(**DISK_ONLY, clock=ManualClock(), io_threads=1)
+    rig.save(chain(1, 2))
+    for number in range(MOST_ERRORS):
+        assert state(rig) == "serving"
+        with inject("file.pread", "errno", nth=1 + number % 3, value=errno.EIO):  # both pages' checksums, records, bytes
+            assert rig.load(chain(1, 2)) == 2
+        rig.round()
+        stats = rig.store.stats()
+        assert (stats.io_errors, stats.tiers["disk"].read_errors) == (number + 1, number + 1)
+    assert state(rig) == "out"
+    assert "EIO" in rig.store.stats().tiers["disk"].reason
+
+
+def test_writes_and_records_that_fail_and_then_work_are_counted(open_rig: OpenRig) -> None:
+    rig = open_rig(**DISK_ONLY, clock=ManualClock(), io_threads=1)
+    for call in range(1, 8):  # odd, bytes, checksums, records, even, ring entries, counter
+        with inject("file.pwrite", "errno", nth=call, value=errno.EIO):
+            assert rig.save(chain(call, 2)).transfer.ok.all()
+        assert rig.store.stats().tiers["disk"].write_errors == call
+    for call in range(1, 4):  # records, ring entries, counter
+        with inject("file.pwrite", "errno", nth=call, value=errno.EIO):
+            assert rig.store.evict(Tier.DISK, 2) == 2
+        stats = rig.store.stats().tiers["disk"]
+        assert (stats.write_errors, stats.owed) == (7 + call, 0)
     rig.round()
     assert state(rig) == "serving"
 
