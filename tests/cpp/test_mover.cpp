@@ -1291,6 +1291,24 @@ TEST_CASE("what units move and how long they take is counted by class and lane")
   world.check_settled();
 }
 
+TEST_CASE("the time of a unit is counted once, not once a page") {
+  World world({.copy_threads = 1, .io_threads = 1, .queue_units = 64, .unit_bytes = 4096});
+  auto saved = world.save(1, 4, tiers({kDisk}));
+  const auto began = std::chrono::steady_clock::now();
+  world.disk.before_read.hold();
+  const auto load = world.submit(world.load_spec(saved, kDisk));
+  REQUIRE(world.disk.before_read.wait_standing());
+  // Long beside all else that the load does: what was counted once a page would be more than has passed.
+  while (std::chrono::steady_clock::now() - began < std::chrono::milliseconds(50)) std::this_thread::yield();
+  world.disk.before_read.release();
+  world.finish(load);
+  const auto elapsed = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began);
+  const uint64_t ns = world.mover->flow().reads[static_cast<size_t>(WorkClass::kLoad)][kDisk].ns;
+  CHECK(ns > 0);
+  CHECK(ns <= static_cast<uint64_t>(elapsed.count()));
+  world.check_settled();
+}
+
 TEST_CASE("a page that could not be read costs its time and brings no bytes") {
   World world;
   auto saved = world.save(1, 1, tiers({kDisk}));
