@@ -59,9 +59,9 @@ def bad_read(page: int, action: Action = "errno", value: int = errno.EIO) -> Ite
     """Spoil each read of the bytes of one page, whose transfer is read from disk by one worker in one run: the one that
     is of all pages of the run, and the page's own, where the first has failed. Three reads each: checksums, records,
     bytes, and record, checksums, bytes."""
-    with inject("file.pread", action, nth=3, value=value):
-        with inject("file.pread", action, nth=3 + 3 * page + 3, value=value):
-            yield
+    of_run, own = 3, 3 + 3 * page + 3
+    with inject("file.pread", action, nth=of_run, value=value), inject("file.pread", action, nth=own, value=value):
+        yield
 
 
 def config_of(

@@ -146,7 +146,7 @@ def test_a_tier_that_errs_and_then_works_is_seen_although_no_page_is_lost(open_r
     rig.save(chain(1, 2))
     for number in range(MOST_ERRORS):
         assert state(rig) == "serving"
-        with inject("file.pread", "errno", nth=1 + number % 3, value=errno.EIO):  # both pages' checksums, records, bytes
+        with inject("file.pread", "errno", nth=1 + number % 3, value=errno.EIO):  # checksums, records, bytes of both
             assert rig.load(chain(1, 2)) == 2
         rig.round()
         stats = rig.store.stats()

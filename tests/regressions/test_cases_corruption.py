@@ -191,10 +191,13 @@ def test_what_a_match_names_is_delivered_whole(directories: Directories, failing
     with Box(config) as box:
         for number in range(10):
             if failing:
-                first = 1 + number % 8  # the call of a run, and then one of six or seven of a page
-                with inject("file.pwrite", "errno", nth=first, value=errno.EIO):
-                    with inject("file.pwrite", "errno", nth=first + 1 + 6 * (number % 4), value=errno.EIO):
-                        box.save(tokens_of(number, 16))
+                of_run = 1 + number % 8
+                of_page = of_run + 1 + 6 * (number % 4)  # six or seven for each page
+                with (
+                    inject("file.pwrite", "errno", nth=of_run, value=errno.EIO),
+                    inject("file.pwrite", "errno", nth=of_page, value=errno.EIO),
+                ):
+                    box.save(tokens_of(number, 16))
             else:
                 box.save(tokens_of(number, 16))
         assert box.store.flush(120.0)
