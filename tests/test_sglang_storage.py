@@ -29,6 +29,7 @@ from sglang_pool_standin import (
     Tensor,
 )
 from stepwell import StepwellUsageError, Tier
+from stepwell.errors import StoreClosedError
 from store_kit import Directories
 
 BACKEND = {"backend_name": "stepwell", "module_path": "stepwell.adapters.sglang", "class_name": "StepwellStorage"}
@@ -107,6 +108,7 @@ def open_storage(
         ({"stepwell": {"geometry": {}}}, "stepwell.geometry: SGLang says that itself"),
         ({"stepwell": {"lease": 1.0}}, "names no tier"),
         ({"stepwell": {"host": "1MiB", "lease": 0}}, "stepwell.lease is 0"),
+        ({"stepwell": {"host": "1MiB", "weights_id": ""}}, "stepwell.weights_id is empty"),
         ({"stepwell": {"host": "1MiB", "load_bound": -1}}, "stepwell.load_bound is -1"),
         ({"stepwell": {"host": "1MiB", "load_bound": "sometimes"}}, "Invalid enum value 'sometimes'"),
         ({"stepwell": {"host": "1MiB", "weights_static": "yes"}}, "Expected `bool`"),
@@ -402,6 +404,83 @@ def test_a_sidecar_that_is_registered_later_is_served(open_storage: Open) -> Non
     assert storage.batch_set_v2(one) == {PoolName.MAMBA: [False]}
     storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
     assert storage.batch_set_v2(one) == {PoolName.MAMBA: [True]}
+
+
+def test_a_closed_backend_takes_no_pool(open_storage: Open) -> None:
+    """Nobody would close the store that it opened, nor let its directories go."""
+    pool = MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool)
+    storage.close()
+    for late in (
+        lambda: storage.register_mem_host_pool_v2(StatePool(), PoolName.MAMBA),
+        lambda: storage.register_mem_pool_host(pool),
+        storage.on_host_pools_registered,
+    ):
+        with pytest.raises(StepwellUsageError, match="closed"):
+            late()
+    assert not storage._members
+
+
+def test_a_pool_cannot_take_the_place_of_one_whose_pages_are_served(open_storage: Open) -> None:
+    """Its pages would go to the other one's memory, and be said to have come."""
+    pool, other = MHATokenToKVPoolHost("page_first"), MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool)
+    for again in (
+        lambda: storage.register_mem_pool_host(other),
+        lambda: storage.register_mem_host_pool_v2(other, PoolName.KV),
+    ):
+        with pytest.raises(StepwellUsageError, match="kv is registered already"):
+            again()
+    storage.register_mem_host_pool_v2(pool, PoolName.KV)
+    assert storage.mem_pool_host is pool
+
+
+@pytest.mark.parametrize("what", ["the weights change", "the backend is closed"])
+def test_what_happens_while_a_late_pool_is_opened_is_not_missed(
+    open_storage: Open, adapter: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It happens just before the pool's store would be one of those that are told."""
+    storage, states = open_storage(MHATokenToKVPoolHost("page_first")), StatePool()
+    one = [PoolTransfer(PoolName.MAMBA, Tensor(np.array([0])), hashes(1))]
+    opened = []
+    open_member = storage._open
+
+    def disturbed(name: str, pool: Any) -> Any:
+        opened.append(open_member(name, pool))
+        storage.close() if "closed" in what else storage._weights.changed()
+        return opened[-1]
+
+    monkeypatch.setattr(storage, "_open", disturbed)
+    if "closed" in what:
+        with pytest.raises(StepwellUsageError, match="closed"):
+            storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
+        with pytest.raises(StoreClosedError):
+            opened[0].store.stats()
+    else:
+        storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
+        assert opened[0].store.epoch == storage._members["kv"].store.epoch
+        assert storage.batch_set_v2(one) == {PoolName.MAMBA: [True]}
+
+
+def test_pages_that_are_kept_between_a_change_of_the_weights_and_the_flush_are_not_served_after_it(
+    open_storage: Open,
+) -> None:
+    """A backup that goes on over an update keeps pages of the old weights (cache_controller.py:1416-1436)."""
+    from stepwell.adapters.sglang.weights import OneRank
+
+    pool = MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool)
+    keys = hashes(3)
+    assert all(storage.batch_set_v1(keys[:1], pages_of(pool, 0)))
+    with storage._weights.change(OneRank(can_agree=True)) as change:
+        storage.batch_set_v1(keys[1:2], pages_of(pool, 1))
+        change.finish(is_done=True, version=None)
+    storage.batch_set_v1(keys[2:], pages_of(pool, 2))
+    storage._weights.flushed()
+    assert [storage.exists(key) for key in keys] == [False] * 3
+    assert storage.batch_get_v1(keys, pages_of(pool, 3, 4, 5)) == [False] * 3
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    assert storage.batch_exists(keys) == 3
 
 
 # ---- how long loading may take ------------------------------------------------------------------------------------

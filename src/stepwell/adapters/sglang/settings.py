@@ -101,6 +101,10 @@ def read_settings(extra: Mapping[str, Any] | None) -> SglangSettings:
     for name, value in (("lease", adapter.lease), ("set_timeout", adapter.set_timeout)):
         if not 0 < value < float("inf"):
             raise sw.StepwellUsageError(f"extra config: {_TABLE}.{name} is {value}; give a number of seconds above 0")
+    if adapter.weights_id == "":
+        raise sw.StepwellUsageError(
+            f"extra config: {_TABLE}.weights_id is empty: it would name any weights; give their name, or leave it out"
+        )
     if isinstance(adapter.load_bound, int | float) and not 0 < adapter.load_bound < float("inf"):
         raise sw.StepwellUsageError(
             f"extra config: {_TABLE}.load_bound is {adapter.load_bound}; give a number of seconds above 0, "

@@ -74,6 +74,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self._prefetch = _prefetch_timeout()
         self._pools: dict[str, HostPool] = {}
         self._members: dict[str, _Member] = {}
+        self._lock = threading.Lock()  # a member joins, all are told of an epoch, all are let go: one at a time
         self._is_open = False
         self._is_closed = False
         self._says = _Says()
@@ -97,18 +98,19 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
         """Take the host pool of the KV pages (cache_controller.py:617)."""
+        self._take_pool(_KV, mem_pool_host)
         self.mem_pool_host = mem_pool_host
-        self._pools[_KV] = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
         """Take a further host pool; also after the backend is attached (hybrid_cache_controller.py:355-375)."""
         name = str(host_pool_name)
-        self._pools[name] = host_pool
+        self._take_pool(name, host_pool)
         if self._is_open and name not in self._members:
-            self._members[name] = self._open(name, host_pool)
+            self._join(self._open(name, host_pool))
 
     def on_host_pools_registered(self) -> None:
         """Open a store for each pool."""
+        self._check_open()
         if self._is_open:
             return
         try:
@@ -116,11 +118,40 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             self._following = self._weights.follow(self._set_epoch)
             self._ask_epoch()
             for name, pool in self._pools.items():
-                self._members[name] = self._open(name, pool)
+                self._join(self._open(name, pool))
             self._is_open = True
             self._warn_of_memory()
         except BaseException:
             self.close()
+            raise
+
+    def _check_open(self) -> None:
+        """Raise StepwellUsageError where the backend is closed: what it opened now nobody would close."""
+        if self._is_closed:
+            raise sw.StepwellUsageError("the backend is closed: attach another one")
+
+    def _take_pool(self, name: str, pool: HostPool) -> None:
+        """Take a host pool by its name.
+
+        Raises:
+            StepwellUsageError: the backend is closed, or open with another pool of that name: its pages would go on
+                being read from, and written to, that one's memory.
+        """
+        self._check_open()
+        member = self._members.get(name)
+        if member is not None and member.pool is not pool:
+            raise sw.StepwellUsageError(f"host pool {name} is registered already: detach the backend to change it")
+        self._pools[name] = pool
+
+    def _join(self, member: _Member) -> None:
+        """Serve a pool from now on, under the epoch that holds now; not where the backend was closed meanwhile."""
+        try:
+            with self._lock:
+                self._check_open()
+                member.store.set_epoch(self._weights.current)
+                self._members[member.name] = member
+        except BaseException:
+            member.store.close()
             raise
 
     def _open(self, name: str, pool: HostPool) -> _Member:
@@ -128,7 +159,6 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         config = sw.from_mapping(self._store_settings(pages.geometry))
         store = sw.PageStore(config)
         try:
-            store.set_epoch(self._weights.current)
             lent = None if pages.pointers is None else store.lend(pages.pointers)
         except BaseException:
             store.close()
@@ -200,8 +230,9 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
     def _set_epoch(self, epoch: str) -> None:
         """Follow the weights: pages of any other epoch are misses from now on."""
         self._epoch_changes += 1
-        for member in list(self._members.values()):
-            member.store.set_epoch(epoch)
+        with self._lock:
+            for member in self._members.values():
+                member.store.set_epoch(epoch)
 
     # ---- zero copy (v1) --------------------------------------------------------------------------------------------
 
@@ -336,7 +367,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Drop every page in this engine's own volumes (POST /hicache/storage-backend/clear)."""
-        for member in self._members.values():
+        for member in list(self._members.values()):
             member.store.clear()
 
     def get_stats(self) -> StepwellMetrics | None:
@@ -390,10 +421,11 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         if self._following is not None:
             self._following()
             self._following = None
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+            members, self._members = list(self._members.values()), {}
         if self._exporter is not None:
             self._exporter.close()
-        members, self._members = list(self._members.values()), {}
         failures: list[sw.StepwellError] = []
         for member in members:
             try:
