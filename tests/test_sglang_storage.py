@@ -5,6 +5,7 @@ Lines are those of SGLang 0.5.23.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from sglang_pool_standin import (
 )
 from stepwell import StepwellUsageError, Tier
 from stepwell.errors import StoreClosedError
+from stepwell.testing.faults import inject
 from store_kit import Directories
 
 BACKEND = {"backend_name": "stepwell", "module_path": "stepwell.adapters.sglang", "class_name": "StepwellStorage"}
@@ -633,3 +635,119 @@ def test_sizes_that_do_not_go_together_are_said_once_at_attach(
         open_storage(pool, config={"tp_rank": 1, "tp_size": 2})  # said by the first rank, for all
         open_storage(MHATokenToKVPoolHost("page_first"))
     assert "SGLang's host memory" not in caplog.text
+
+
+# ---- failures that SGLang's users have reported (docs/cases.md) ----------------------------------------------------
+
+
+def test_a_batch_that_no_tier_takes_is_not_called_kept(open_storage: Open) -> None:
+    """C021, sgl-project/sglang#27108."""
+    pool = MHATokenToKVPoolHost("page_first")
+    storage = open_storage(pool, tiers="disk")
+    keys = hashes(4)
+    with inject("file.pwrite", "errno", value=errno.ENOSPC):
+        assert storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2, 3)) == [False] * 4
+    assert storage.batch_exists(keys) == 0
+
+
+def test_all_pools_and_ranks_together_stay_within_the_capacity_of_the_directory(
+    open_storage: Open, directories: Directories
+) -> None:
+    """C033, sgl-project/sglang#32373."""
+    pools = MHATokenToKVPoolHost("page_first", pages=64, page_size=16), StatePool(64)
+    ranks = [open_storage(*pools, config={"tp_rank": rank, "tp_size": 2}) for rank in range(2)]
+    for batch in range(40):
+        for rank, storage in enumerate(ranks):
+            keys = hashes(64, f"{batch}.{rank}.")
+            storage.batch_set_v1(keys, pages_of(pools[0], *range(64)))
+            storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, Tensor(np.arange(64)), keys)])
+    members = [member for storage in ranks for member in storage._members.values()]
+    assert len(members) == 4
+    for name, directory in (("shared", directories.shared), ("disk", directories.disk)):
+        held = [stats.capacity * member.pages.geometry.page_bytes for member in members
+                if (stats := member.store.stats().tiers[name])]  # fmt: skip
+        assert all(held), "each has its floor"
+        assert sum(held) <= 4 << 20
+        assert sum(path.stat().st_blocks * 512 for path in directory.glob("v-*.pages")) <= 4 << 20
+
+
+def test_a_page_that_is_damaged_is_a_miss_heals_and_stops_nobody(open_storage: Open, directories: Directories) -> None:
+    """C043, sgl-project/sglang#39269; SGLang's file backend serves the bit, and never mends the file."""
+    pool = MHATokenToKVPoolHost("page_first")
+    fill(pool)
+    keys, page = hashes(3), pool.element(1).copy()
+    first = open_storage(pool, tiers="disk")
+    assert all(first.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    first.close()
+    for path in directories.volumes("pages"):
+        data = bytearray(path.read_bytes())
+        at = data.find(np.ascontiguousarray(page[0, 0, 0]).tobytes())
+        assert at >= 0, "the page lies in the volume"
+        data[at] ^= 1
+        path.write_bytes(bytes(data))
+    storage = open_storage(pool, tiers="disk")
+    assert storage.batch_get_v1(keys, pages_of(pool, 5, 6, 7)) == [True, False, True]
+    assert storage.get_stats().stepwell["pools"]["kv"]["checksum_failures"] == 1
+    assert storage.batch_exists(keys) == 1
+    storage._members["kv"].store._tick()  # as the keeper does: the slot is rewritten and read back
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    assert storage.batch_get_v1(keys, pages_of(pool, 5, 6, 7)) == [True] * 3
+    assert np.array_equal(pool.element(6).view(np.uint16), page.view(np.uint16))
+
+
+@pytest.mark.parametrize("other", [{"dtype": "int16"}, {"layers": 2}, {"heads": 4, "dim": 4}, {"page_size": 2}])
+def test_pages_of_another_dtype_or_shape_are_never_a_hit(open_storage: Open, other: dict[str, Any]) -> None:
+    """C053, sgl-project/sglang#33268: SGLang's hashes carry none of it."""
+    pool, keys = MHATokenToKVPoolHost("page_first"), hashes(3)
+    first = open_storage(pool)
+    assert all(first.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    first.close()
+    stranger = MHATokenToKVPoolHost("page_first", **other)
+    storage = open_storage(stranger)
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_get_v1(keys, pages_of(stranger, 0, 1, 2)) == [False] * 3
+
+
+def test_what_was_computed_with_other_weights_is_never_a_hit_nor_after_a_restart(open_storage: Open) -> None:
+    """C057, sgl-project/sglang#26792."""
+    pool, keys, later = MHATokenToKVPoolHost("page_first"), hashes(3), hashes(3, "later")
+    storage = open_storage(pool)
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    weights = storage._weights
+    weights.changed()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_get_v1(keys, pages_of(pool, 4, 5, 6)) == [False] * 3
+    assert all(storage.batch_set_v1(later, pages_of(pool, 0, 1, 2)))
+    assert storage.batch_exists(later) == 3
+    assert storage.get_stats().stepwell["epoch_changes"] == 1
+    storage.close()
+    type(weights).__init__(weights)  # a new process
+    again = open_storage(pool)
+    assert again.batch_exists(keys) == 3, "the weights of the start are what they were"
+    assert again.batch_exists(later) == 0, "nobody knows which weights these were of"
+
+
+@pytest.mark.parametrize("dim", [576, 656])
+def test_latents_of_odd_sizes_come_back(open_storage: Open, dim: int) -> None:
+    """C089, sgl-project/sglang#31600."""
+    pool = MLATokenToKVPoolHost("page_first", page_size=1, dim=dim)
+    fill(pool)
+    storage = open_storage(pool)
+    keys, want = hashes(3), [pool.element(page).copy() for page in range(3)]
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    assert all(storage.batch_get_v1(keys, pages_of(pool, 5, 6, 7)))
+    for page, element in enumerate(want):
+        assert np.array_equal(pool.element(5 + page).view(np.uint16), element.view(np.uint16))
+
+
+def test_requests_that_are_asked_for_again_and_again_and_then_aborted_keep_nothing_twice(open_storage: Open) -> None:
+    """C027, sgl-project/sglang#9874: an abort makes no call of the backend; SGLang asks up to 8 times before."""
+    pool, keys = MHATokenToKVPoolHost("page_first"), hashes(3)
+    storage = open_storage(pool)
+    assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+    for _ in range(8):
+        assert storage.batch_exists(keys) == 3
+    store = storage._members["kv"].store
+    assert (store.stats().probed_pages, store.stats().leases) == (3, 0)
+    assert all(storage.batch_get_v1(keys[:2], pages_of(pool, 5, 6)))
+    assert store.stats().probed_pages == 1, "what was fetched is kept for no request any longer"

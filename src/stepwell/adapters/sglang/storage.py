@@ -229,7 +229,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _set_epoch(self, epoch: str) -> None:
         """Follow the weights: pages of any other epoch are misses from now on."""
-        self._epoch_changes += 1
+        self._epoch_changes += self._is_open  # before, it is named for the first time
         with self._lock:
             for member in self._members.values():
                 member.store.set_epoch(epoch)
