@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from sequence_kit import flip_bit
 from stepwell import _core
 from stepwell.clock import ManualClock
 from stepwell.hashing import prefix_hashes
@@ -19,6 +20,7 @@ from store_kit import (
     PAGE_TOKENS,
     SHARED_ONLY,
     VOLUME_BYTES,
+    Directories,
     OpenRig,
     Rig,
     assert_unpinned,
@@ -187,6 +189,20 @@ def test_a_get_that_brings_nothing_ends_nothing(rig: Rig) -> None:
     assert set(numbers_kept(rig)) == {1, 2}
     assert get(rig, keys_of(1, 2)) == [True, True]
     assert_unpinned(rig.store)
+
+
+def test_a_page_that_a_get_finds_damaged_is_kept_no_longer_and_can_be_saved_again(
+    open_rig: OpenRig, directories: Directories
+) -> None:
+    rig = open_rig(**SHARED_ONLY)
+    save(rig, keys_of(1, 2, 3))
+    rig.store.probe(keys_of(1, 2, 3), lease=LONG)
+    flip_bit(directories.shared, stamps_of(keys_of(2))[0])
+    assert get(rig, keys_of(1, 2, 3)) == [True, False, True]
+    assert numbers_kept(rig) == {}
+    rig.round()
+    save(rig, keys_of(2))
+    assert get(rig, keys_of(2)) == [True]
 
 
 def test_a_load_of_a_match_ends_nothing(open_rig: OpenRig) -> None:

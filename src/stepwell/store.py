@@ -539,7 +539,8 @@ class PageStore:
         the thread at work, and `into` in use, until the call is over: give it a deadline.
 
         Args:
-            keys: as in probe; those that come are kept for no probe any longer. into: one slot a key.
+            keys: as in probe; those that come, or are found damaged, are kept for no probe any longer.
+            into: one slot a key.
             deadline: seconds; when it has passed the call returns and no byte can land any more.
 
         Returns:
@@ -553,6 +554,7 @@ class PageStore:
             raise GeometryError(f"{len(checked)} keys, the target names {len(into)} slots")
         deadline = _seconds("deadline", deadline)
         ok = np.zeros(len(checked), dtype=np.bool_)
+        spent = np.zeros(len(checked), dtype=np.bool_)
         limit = None if deadline is None else self._clock.monotonic() + deadline
         running: list[tuple[int, Transfer]] = []
         at = 0
@@ -577,7 +579,9 @@ class PageStore:
             for first, transfer in running:
                 transfer.wait()
                 ok[first : first + transfer.pages] = transfer.ok
-        self._probes.spend(checked, kind, ok)
+                # A page that was found bad is nobody's hope any more, and held it could not be mended.
+                spent[first : first + transfer.pages] = transfer.ok | np.isin(transfer.status, _DAMAGED)
+        self._probes.spend(checked, kind, spent)
         return ok
 
     def save_keys(

@@ -22,8 +22,9 @@ with `BrokenPromise` what no rule allows. The promises, each with the place wher
        leave (Step.named, operations.py).                                                                      _leave
     12 A page of another epoch is a miss, and pins end with their epoch.                                         turn
     13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get has
-       brought it. It may end before where a tier needs the room and has nothing else to give, and does where probes
-       would keep more of a tier than they may: what was asked for longest ago first. Forget and clear end it.
+       brought it, or found it damaged. It may end before where a tier needs the room and has nothing else to give, and
+       does where probes would keep more of a tier than they may: what was asked for longest ago first. Forget and clear
+       end it.
                                                                                                    ask, deliver, _leave
 
 A page is used by every look-up that finds it, every save that names it, and every pin(). What a load delivers, and that

@@ -393,7 +393,10 @@ class Operations:
             if not came and was_kept and key not in damaged and not it.world.is_failing:
                 raise BrokenPromise(f"page {name(key)} is in {Tier(tier or 0)}, and did not come")
             it.counted["loaded"] += came
-        it.model.deliver(key for key, came in zip(keys, ok.tolist(), strict=True) if came)
+        kept = it.kept()
+        it.model.deliver(
+            key for key, came in zip(keys, ok.tolist(), strict=True) if came or (key in damaged and key not in kept)
+        )
         it.give_back(slots)
         return True
 
