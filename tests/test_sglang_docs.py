@@ -67,6 +67,7 @@ def test_every_metric_is_in_the_table() -> None:
 
 
 def sglang_flags() -> set[str]:
+    """Return the flags of SGLang that are named; tests/adapters/sglang holds them against the real one."""
     commands = [line for text in (PAGE, README) for block in blocks(text, "bash") for line in split(block)]
     assert sum("sglang.launch_server" in command for command in commands) >= 6
     return {
@@ -89,12 +90,5 @@ def test_doctor_takes_what_the_page_gives_it() -> None:
         assert build_parser().parse_args(["doctor", *each]).sglang
 
 
-def test_every_flag_that_is_named_is_one_of_sglangs() -> None:
-    pytest.importorskip("sglang", reason="SGLang is not installed")
-    import argparse
-
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    assert sglang_flags() <= set(parser._option_string_actions)
+def test_flags_are_found_in_the_commands() -> None:
+    assert {"--hicache-size", "--hicache-storage-backend-extra-config", "--tp-size"} <= sglang_flags()
