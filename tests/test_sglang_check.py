@@ -1,6 +1,6 @@
 """`stepwell doctor --sglang`: what of the installed SGLang is otherwise than stepwell uses it is named, with a remedy.
 
-Here on a stand-in that is made of the tables of check.py; tests/adapters/sglang holds these against the real one.
+Here on a stand-in that is made of the tables of check.py; tests/adapters/sglang/real holds these against SGLang.
 """
 
 from __future__ import annotations

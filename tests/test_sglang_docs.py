@@ -17,6 +17,7 @@ from test_sglang_metrics import Client
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "sglang.md").read_text()
+STORAGE = ROOT / "src" / "stepwell" / "adapters" / "sglang" / "storage.py"
 README = (ROOT / "README.md").read_text().partition("## Serve SGLang")[2].partition("\n## ")[0]
 OF_SGLANG = (
     "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
@@ -55,6 +56,9 @@ def test_every_setting_of_the_adapter_is_in_the_table_with_its_default() -> None
         default = getattr(AdapterSettings(), name)
         shown = "none" if default is None else f"`{json.dumps(default)}`"
         assert f"| `{name}` | {shown} |" in PAGE
+    threads = re.search(r"^_IO_THREADS: Final = (\d+)$", STORAGE.read_text(), re.MULTILINE)  # its module wants SGLang
+    assert threads is not None
+    assert f"| `io_threads` | `{threads[1]}` |" in PAGE
 
 
 def test_every_metric_is_in_the_table() -> None:
@@ -66,29 +70,9 @@ def test_every_metric_is_in_the_table() -> None:
     }
 
 
-def sglang_flags() -> set[str]:
-    """Return the flags of SGLang that are named; tests/adapters/sglang holds them against the real one."""
-    commands = [line for text in (PAGE, README) for block in blocks(text, "bash") for line in split(block)]
-    assert sum("sglang.launch_server" in command for command in commands) >= 6
-    return {
-        flag
-        for command in commands
-        if "sglang.launch_server" in command
-        for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", command)
-    } | {"--admin-api-key", "--hicache-mem-layout", "--dp-size"}
-
-
-def split(block: str) -> list[str]:
-    return block.replace("\\\n", " ").splitlines()
-
-
 def test_doctor_takes_what_the_page_gives_it() -> None:
     lines = [line for line in (PAGE + README).splitlines() if "stepwell doctor --sglang --hicache" in line]
     given = [line.split("stepwell doctor", 1)[1].split() for line in lines]
     assert len(given) == 2
     for each in given:
         assert build_parser().parse_args(["doctor", *each]).sglang
-
-
-def test_flags_are_found_in_the_commands() -> None:
-    assert {"--hicache-size", "--hicache-storage-backend-extra-config", "--tp-size"} <= sglang_flags()
