@@ -383,6 +383,17 @@ def test_a_rank_has_pages_of_its_own(open_storage: Open) -> None:
     assert open_storage(pool, config={"tp_rank": 1, "tp_size": 2}).batch_exists(keys) == 0
 
 
+def test_each_rank_has_room_of_its_own_in_a_small_directory(open_storage: Open, tmp_path: Path) -> None:
+    pool, keys = MHATokenToKVPoolHost("page_first"), hashes(4)
+    disk = {"path": str(tmp_path / "small"), "capacity": "8MiB"}
+    ranks = [
+        open_storage(pool, tiers="none", disk=disk, config={"tp_rank": rank, "tp_size": 4}) for rank in range(4)
+    ]
+    for storage in ranks:
+        assert storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2, 3)) == [True] * 4
+    assert [storage.batch_exists(keys) for storage in ranks] == [4] * 4
+
+
 def test_clear_drops_what_is_kept_and_close_keeps_it(open_storage: Open) -> None:
     pool = MHATokenToKVPoolHost("page_first")
     keys = hashes(2)

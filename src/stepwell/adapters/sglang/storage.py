@@ -207,6 +207,10 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             if isinstance(tier, dict) and "share" not in tier and "capacity" in tier:
                 capacity = sw.parse_size(tier["capacity"], name=f"stepwell.{name}.capacity")
                 given[name] = {**tier, "share": min(capacity // 8, capacity // (2 * parts))}
+                # A directory takes whole volumes: where two of the usual size for each rank do not fit, the last rank
+                # to come would get none, and SGLang uses of a hit what all ranks have.
+                if "volume_bytes" not in tier and capacity // (2 * parts) < _USUAL_VOLUME:
+                    given[name]["volume_bytes"] = max(capacity // (2 * parts), min(capacity, 2 * geometry.page_bytes))
         if given.get("shared") is None and given.get("host") is None and given.get("disk") is not None:
             # What is read ahead must lie somewhere until SGLang has a place for it.
             given["host"] = max(_LEAST_STAGING, 2 * _BATCH_PAGES * geometry.page_bytes)
@@ -652,6 +656,7 @@ threads, two runs of bench_sglang.py's backends: 2 threads 0.63 and 1.05 of thei
 1.27, 8 threads 0.84 and 0.81; at 2 MiB 0.76 and 0.78, 0.94 and 0.86, 1.00 and 0.86."""
 _BATCH_PAGES: Final = 128  # STORAGE_BATCH_SIZE, hicache_storage.py:21
 _LEAST_STAGING: Final = 256 << 20
+_USUAL_VOLUME: Final = 64 << 20  # of small directories: docs/configuration.md
 
 
 def _as_keys(keys: Sequence[str]) -> npt.NDArray[np.uint8]:
