@@ -30,9 +30,9 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """What the adapter asks beside the tiers.
 
     weights_id: name of the weights, where the checkpoint's index does not tell them (a rebuilt directory, a loader
-    without files), and of what the versions of updates count from (a training run): with it, pages of a version are
-    found again after a restart. weights_static: the user's word that weights never change while this engine runs: a
-    persistent tier is then taken without the plug-in that watches updates.
+    without files), and of what the versions of updates count from (a training run): with it, engines that have taken
+    the same version share its pages. weights_static: the user's word that weights never change while this engine runs:
+    a persistent tier is then taken without the plug-in that watches updates.
     load_bound: seconds that loading a hit may take. "prefetch-timeout": what SGLang's own timeout policy gives it, by
     its length; "auto": what recomputing was seen to take, at most that; a number: as it is; None: no bound. A hit is
     offered as far as it can be delivered in that time.

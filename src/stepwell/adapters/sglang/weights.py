@@ -4,9 +4,9 @@
          ^                     ^  |                                          |                          |
          '-- never again --    '--+-- any further change, a failure ---------+--------------------------'
 
-A page may be served only to an engine whose weights computed it. Pages of the epoch *at the start* and *of a version*
-are found again after a restart, so these names must say what the weights are; a *random* name is drawn where nobody
-knows, or knows yet, and its pages die with the process.
+A page may be served only to an engine whose weights computed it. Pages of the epoch *at the start* are found again
+after a restart, and those *of a version* by other engines that have taken it, so these names must say what the weights
+are; a *random* name is drawn where nobody knows, or knows yet, and its pages die with the process.
 
 Four rules follow from what SGLang does:
 
