@@ -64,12 +64,16 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> to_numpy(std::vector<T> values, size_t ro
   return nb::ndarray<nb::numpy, T, nb::ndim<2>>(owned->data(), 2, shape, owner);
 }
 
-// Makes what unmaps, closes or frees much when it ends: that takes as long as the kernel likes, and other Python threads
-// run on meanwhile (LMCache/LMCache#4676: a destructor that waited with the GIL stopped the server). For nb::new_: the
-// last reference is Python's, so the deleter has the GIL to let go of.
+// Makes what maps, opens or takes much when it begins, and unmaps, closes or frees it when it ends: that takes as long as
+// the kernel and its disks like, and other Python threads run on meanwhile (LMCache/LMCache#4676: a destructor that waited
+// with the GIL stopped the server). For nb::new_: the last reference is Python's, so the deleter has the GIL to let go of.
 template <typename T, typename... Args>
 std::shared_ptr<T> made_to_end_without_gil(Args&&... args) {
-  auto made = std::make_unique<T>(std::forward<Args>(args)...);
+  std::unique_ptr<T> made;
+  {
+    const GilRelease release;
+    made = std::make_unique<T>(std::forward<Args>(args)...);
+  }
   return std::shared_ptr<T>(made.release(), [](T* ending) {
     const GilRelease release;
     const std::unique_ptr<T> owned(ending);
