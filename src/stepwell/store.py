@@ -178,9 +178,10 @@ class PageStore:
         pinnable = config.pin_fraction
         self._pins = Pins(self._index, self._clock, lambda: room.pinnable(pinnable), self._page_tokens)
         self._copies = Copies(self._index, self._room, self._counters, self._epoch, self._clock)
+        flow = weakref.WeakMethod(self._flow)  # a store that is dropped ends at once, and its threads with it
         self._rates = Rates(
             self._clock,
-            self._flow,
+            lambda: ask() if (ask := flow()) is not None else Flow.nothing(),
             page_bytes=geometry.page_bytes,
             workers=(config.copy_threads, config.io_threads),
         )

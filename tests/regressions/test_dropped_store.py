@@ -1,0 +1,31 @@
+"""A store that is dropped ends there and then: nothing inside it refers back to it.
+
+The rates asked the mover through a method of the store: store and rates kept each other, and with them the threads, the
+files and the locks of the volumes, until Python came to look for cycles.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from store_kit import BOTH, Directories, Rig, chain
+
+
+@pytest.mark.parametrize("keeper", [False, True])
+def test_a_store_that_is_dropped_ends_without_a_look_for_cycles(
+    directories: Directories, no_leaks: None, keeper: bool
+) -> None:
+    rig = Rig(directories.config(host=16 * 4096, **BOTH), keeper=keeper)
+    rig.save(chain(1, 4))
+    assert rig.load(chain(1, 4)) == 4
+    store = weakref.ref(rig.store)
+    gc.collect()
+    gc.disable()
+    try:
+        del rig
+        assert store() is None
+    finally:
+        gc.enable()
