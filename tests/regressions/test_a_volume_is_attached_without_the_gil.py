@@ -1,7 +1,7 @@
 """Opening a volume reads its file: where the disk does not answer, only the thread that opens it stands still.
 
-The constructor of the core's Volume ran with the GIL: with reads that hang, the whole process stood, beyond the deadlines
-of calls in other threads.
+The constructor of the core's Volume ran with the GIL: with reads that hang, the whole process stood, beyond the
+deadlines of calls in other threads.
 """
 
 from __future__ import annotations
