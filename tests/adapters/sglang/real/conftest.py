@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 def pytest_configure(config: pytest.Config) -> None:
     """Say to sglang_here.py whether this is a run of these tests by themselves."""
-    os.environ["STEPWELL_SGLANG_TESTS"] = str(int(config.inipath == HERE / "pytest.ini"))
+    os.environ["SGLANG_ADAPTER_TESTS"] = str(int(config.inipath == HERE / "pytest.ini"))
 
 
 @pytest.fixture

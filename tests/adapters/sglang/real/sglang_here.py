@@ -28,7 +28,7 @@ def _reason() -> str | None:
     return None
 
 
-own_run = os.environ.get("STEPWELL_SGLANG_TESTS") == "1"  # conftest.py sets it
+own_run = os.environ.get("SGLANG_ADAPTER_TESTS") == "1"  # conftest.py sets it
 if _why := _reason():
     pytest.skip(_why, allow_module_level=True)
 
@@ -38,7 +38,7 @@ _tools = str(Path(sys.executable).parent)
 if _tools not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = f"{_tools}{os.pathsep}{os.environ['PATH']}"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "cpu"), str(HERE)])
-os.environ |= {"STEPWELL_SGLANG_CPU": "1", "SGLANG_RUST_BUILD_MODE": "never", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"SGLANG_ADAPTER_CPU": "1", "SGLANG_RUST_BUILD_MODE": "never", "TOKENIZERS_PARALLELISM": "false"}
 if str(HERE / "cpu") not in sys.path:
     sys.path.insert(0, str(HERE / "cpu"))
     if "sitecustomize" not in sys.modules or not hasattr(sys, "_torchvision_schemas"):

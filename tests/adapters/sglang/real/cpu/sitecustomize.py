@@ -8,7 +8,7 @@ imports it and calls none of them.
 import os
 import sys
 
-if os.environ.get("STEPWELL_SGLANG_CPU") == "1":
+if os.environ.get("SGLANG_ADAPTER_CPU") == "1":
     import torch
 
     sys._torchvision_schemas = torch.library.Library("torchvision", "DEF")  # it ends with its last reference
