@@ -422,30 +422,6 @@ def test_what_is_on_its_way_to_another_tier_is_not_begun_again(open_rig: OpenRig
     assert (rig.pages(Tier.HOST), rig.pages(Tier.SHARED)) == (8, 0)
 
 
-def test_a_get_waits_for_what_was_begun_ahead_and_reads_no_page_twice(open_rig: OpenRig) -> None:
-    rig = on_disk(open_rig, 20)
-    before = rig.store.stats().tiers["disk"].bytes_read
-    with ThreadPoolExecutor(1) as pool:
-        with inject("mover.unit", "pause"):
-            rig.store.probe(keys_of(*range(20)), lease=LONG)
-            wait_paused("mover.unit")
-            running = pool.submit(get, rig, keys_of(*range(20)))
-            assert not running.done()
-        assert running.result() == [True] * 20
-    assert rig.store.stats().tiers["disk"].bytes_read - before == 20 * PAGE_BYTES
-    assert_unpinned(rig.store)
-
-
-def test_a_get_waits_for_what_was_begun_ahead_no_longer_than_its_deadline(open_rig: OpenRig) -> None:
-    rig = on_disk(open_rig, 20)
-    keys = keys_of(*range(20))
-    with inject("mover.unit", "pause"):
-        rig.store.probe(keys, lease=LONG)
-        assert not rig.store.load_keys(keys, into=rig.pool[:20], deadline=0.0).any()
-    assert rig.store.flush()
-    assert get(rig, keys) == [True] * 20
-
-
 def test_a_copy_begun_ahead_that_is_cancelled_keeps_no_get(open_rig: OpenRig) -> None:
     rig = on_disk(open_rig, 4)
     with ThreadPoolExecutor(1) as pool:

@@ -91,28 +91,6 @@ class ProbeLeases:
             with self._lock:
                 self._ahead += [_Ahead(core, tier, pages, is_leased) for core, pages in begun]
 
-    def wait_for(self, match: Match, seconds: float | None) -> bool:
-        """Wait for the copies that were begun ahead and bring pages of a match that are on disk.
-
-        Who gets a page while it comes would read it a second time.
-
-        Returns:
-            Whether one has ended within `seconds`: its pages are nearer then, or it has failed.
-        """
-        if Tier.DISK not in match.tiers:
-            return False
-        with self._lock:
-            running = [each for each in self._ahead if not each.core.done]
-        if not running:
-            return False
-        ids, tiers, _ = match.locations()
-        cold = ids[tiers == Tier.DISK]
-        bringing = [each for each in running if np.isin(each.pages, cold).any()]
-        if not bringing:
-            return False
-        first = bringing[0].core
-        return self._copies.wait(first, seconds) and first.done  # not where it was given up
-
     def end_due(self) -> None:
         """Keep no longer what has been kept for its time; drop what was to come for it. The keeper's round."""
         self._index.end_due_courtesies(self._clock.monotonic())

@@ -562,9 +562,6 @@ class PageStore:
         with Taken(self._index) as taken:  # by ctrl-C, for one, it ends all loads: the memory is the caller's again
             while at < len(checked):
                 with self._match_keys(checked[at:], kind, is_staging=True) as match:
-                    left = None if limit is None else self._left(limit)
-                    if self._probes.wait_for(match, left):
-                        continue  # what was begun ahead has come: look again, it is nearer
                     self._copies.write_used(match)
                     if match.pages:
                         left = None if limit is None else self._left(limit)
