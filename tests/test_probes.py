@@ -16,7 +16,6 @@ from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.testing.faults import inject, wait_paused
 from store_kit import (
-    PAGE_BYTES,
     PAGE_TOKENS,
     SHARED_ONLY,
     VOLUME_BYTES,
