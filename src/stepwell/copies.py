@@ -44,8 +44,6 @@ PRESENT: Final = int(ClaimOutcome.PRESENT)
 FULL: Final = int(ClaimOutcome.FULL)
 REFUSED: Final = int(ClaimOutcome.REFUSED)
 NOT_FULL: Final = 0xFFFFFFFF
-_AHEAD_PAGES: Final = 128
-"""Of one transfer of a read-ahead: who gets the first pages of a long run does not wait for the last."""
 _MOST_USED: Final = 1024
 """Pages that one lookup may have written to disk: the rest waits for the next."""
 _LOOK_SECONDS: Final = 1.0
@@ -287,11 +285,10 @@ class Copies:
         """
         begun: list[tuple[_core.Transfer, U32]] = []
         nearer = self._room.readable & tier_mask(Tier.HOST, Tier.SHARED)
-        left, has_made_room, lacking = most, False, 0
-        while left:
+        lacking = most
+        for is_first in (True, False):
             with Taken(self._index) as taken:
-                part = min(left, _AHEAD_PAGES)
-                batch = self._index.claim_copies(lease, Tier.DISK, target, part, into=taken, unless=nearer)
+                batch = self._index.claim_copies(lease, Tier.DISK, target, lacking, into=taken, unless=nearer)
                 plan, lacking = _copy_plan(batch, Tier.DISK, target), batch.lacking
                 if plan.pages.size:
                     transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, taken=taken)
@@ -299,13 +296,11 @@ class Copies:
                     if core is None:
                         return begun, 0
                     begun.append((core, plan.pages))
-            left -= plan.pages.size
-            if lacking and not has_made_room:
-                has_made_room = True
-                self._room.make(target, left)
-            elif lacking or plan.pages.size == 0:
+            if lacking and is_first:
+                self._room.make(target, lacking)
+            else:
                 break
-        return begun, left if lacking else 0
+        return begun, lacking
 
     def write_used(self, match: Match) -> None:
         """Start writing a match's pages to disk that are in shared memory only: this is their second use.

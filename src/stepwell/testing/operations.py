@@ -339,6 +339,7 @@ class Operations:
         """Ask for keys; those found stay for a while, unless their room is needed."""
         it, named = self.caller(who), prefix(path, space)
         expected = it.model.find(named.keys, it.usable)
+        before = {key: it.model.states(key) for key in it.model.asked}
         found = it.store.probe(named.rows, lease=lease, readahead=readahead)
         if it.world.is_shared and found.run > expected.pages:
             self.check_borrowed(it, named.keys[expected.pages : found.run], found.tiers.tolist()[expected.pages :])
@@ -355,6 +356,12 @@ class Operations:
         if it.has_pressed:  # what has ended for room makes room for what is kept
             kept = it.kept()
             it.model.asked = {key: until for key, until in it.model.asked.items() if key in kept}
+        # What had to end for what is kept now may have left since, for what is read ahead: it took room when it ended.
+        kept = it.kept()
+        for key, states in before.items():
+            has_left = any(was == RESIDENT != now for was, now in zip(states, it.model.states(key), strict=True))
+            if has_left and key not in kept:
+                it.model.asked.pop(key, None)
         now = self.world.clock.monotonic()
         it.model.ask(run, now, now + lease, it.allowed())
         return True
