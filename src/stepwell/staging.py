@@ -116,7 +116,7 @@ class Staging:
         return int(found.pages)
 
     def _is_worth_it(self, found: MatchResult) -> bool:
-        return self._foreign.pages > 0 and self._room.has_staging and Miss(found.miss) in _OPEN_ENDS
+        return self.has_offers and Miss(found.miss) in _OPEN_ENDS
 
     def _take(
         self, found: MatchResult, run: _core.ForeignRun, claim: Callable[[Taken], tuple[MatchResult, ClaimBatch]]

@@ -622,9 +622,7 @@ class PageStore:
         targets = self._shed(self._room.write_through, len(checked), deadline)
         result = np.full(len(checked), _REFUSED, dtype=np.uint8)
         if not targets:
-            for row, key in enumerate(checked):
-                here, _ = self._index.probe(key[None], kind, self._room.readable)
-                result[row] = SaveOutcome.PRESENT if here else SaveOutcome.REFUSED
+            result[self._index.probe(checked, kind, self._room.readable)[1] != NO_TIER] = SaveOutcome.PRESENT
             refused = int(np.count_nonzero(result == _REFUSED))
             self._counters.saved(0, refused)
             self._count_skipped(targets, refused)

@@ -489,14 +489,14 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
     def _set(
         self, member: _Member, keys: list[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None
     ) -> list[bool]:
-        slots = member.pages.slots(indices, len(keys))
+        slots, raw = member.pages.slots(indices, len(keys)), _as_keys(keys)
         if member.bound.learns and member.name == _KV:
-            self._cost.kept([key.tobytes() for key in _as_keys(keys)])
+            self._cost.kept([key.tobytes() for key in raw])
         if member.lent is None:
             at = (slots * member.pages.page_tokens).tolist()
             return self._set_flat(member, keys, [member.pool.get_data_page(index, flat=True) for index in at])
         outcomes = member.save(
-            _as_keys(keys),
+            raw,
             source=member.lent[slots],
             deadline=self._settings.adapter.set_timeout,
             **_chain(extra),
