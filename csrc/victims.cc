@@ -24,22 +24,35 @@ void Victims::take(uint32_t n) {
   owed_ = errors_ = 0;
 }
 
-void Victims::take_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages) {
-  free();
+void Victims::take_chain(std::span<Victims* const> from, uint32_t name_space, const int32_t* tokens, uint64_t count,
+                         uint32_t keep_pages) {
+  if (from.empty()) return;
+  TierMask tiers = 0;
+  for (Victims* each : from) {
+    each->free();
+    each->size_ = each->owed_ = each->errors_ = 0;
+    tiers |= mask(each->tier_);
+  }
   std::array<std::vector<Victim>, kTiers> chosen;
-  index_->claim_chain(name_space, tokens, count, keep_pages, mask(tier_), chosen.data());
-  const std::vector<Victim>& leaving = chosen[static_cast<size_t>(tier_)];
+  from[0]->index_->claim_chain(name_space, tokens, count, keep_pages, tiers, chosen.data());
+  const auto leaving = [&](const Victims* each) -> const std::vector<Victim>& {
+    return chosen[static_cast<size_t>(each->tier_)];
+  };
   try {
-    slots_.reserve(leaving.size());
+    for (Victims* each : from) each->slots_.reserve(leaving(each).size());
   } catch (...) {
-    for (const Victim& victim : leaving) index_->keep(victim.page, tier_, victim.number);
+    for (const Victims* each : from) {
+      for (const Victim& victim : leaving(each)) each->index_->keep(victim.page, each->tier_, victim.number);
+    }
     throw;
   }
-  for (const Victim& victim : leaving) {
-    if (index_->finish(victim.page, tier_, victim.number) == Status::kOk) slots_.push_back(victim.slot);
+  for (Victims* each : from) {
+    for (const Victim& victim : leaving(each)) {
+      if (each->index_->finish(victim.page, each->tier_, victim.number) == Status::kOk)
+        each->slots_.push_back(victim.slot);
+    }
+    each->size_ = each->slots_.size();
   }
-  size_ = slots_.size();
-  owed_ = errors_ = 0;
 }
 
 void Victims::take_owed(uint32_t n, uint32_t only_range) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "index.h"
@@ -31,9 +32,12 @@ class Victims {
 
   // Takes out up to n unpinned pages of lowest rank.
   void take(uint32_t n);
-  // Takes out the pages of a chain past its first keep_pages, as Index::claim_chain() chooses them, but for those that a
-  // match wants again meanwhile.
-  void take_chain(uint32_t name_space, const int32_t* tokens, uint64_t count, uint32_t keep_pages);
+  // Takes the pages of a chain past its first keep_pages out of all the tiers that `from` are of, as
+  // Index::claim_chain() chooses them, but for those that a match wants again meanwhile. They are chosen under one lock:
+  // a save that comes between two tiers would be told that a page is where it leaves next.
+  // REQUIRES that `from` are of one index, and each of another tier.
+  static void take_chain(std::span<Victims* const> from, uint32_t name_space, const int32_t* tokens, uint64_t count,
+                         uint32_t keep_pages);
   // Takes up to n slots that are owed since a free() before; only_range: as in Index::take_owed().
   void take_owed(uint32_t n, uint32_t only_range);
   // How many were taken out, freed since or not.

@@ -614,16 +614,19 @@ void bind_index(nb::module_& module) {
           nb::arg("tier"), nb::arg("n"), nb::arg("medium").none(), Release(), nb::keep_alive<0, 1>(),
           nb::keep_alive<0, 4>(), "Take up to n unpinned pages of lowest rank out of a tier.")
       .def(
+          "victims", [](Index& self, int tier, Medium* medium) { return Victims(&self, medium, to_tier(tier)); },
+          nb::arg("tier"), nb::arg("medium").none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 3>(),
+          "Make victims of a tier that are none yet, for forget().")
+      .def(
           "forget",
-          [](Index& self, int tier, uint32_t name_space, const Array1<int32_t>& tokens, uint32_t keep_pages,
-             Medium* medium) {
-            Victims victims(&self, medium, to_tier(tier));
-            victims.take_chain(name_space, tokens.data(), tokens.shape(0), keep_pages);
-            return victims;
+          [](Index&, const std::vector<Victims*>& victims, uint32_t name_space, const Array1<int32_t>& tokens,
+             uint32_t keep_pages) {
+            Victims::take_chain(victims, name_space, tokens.data(), tokens.shape(0), keep_pages);
           },
-          nb::arg("tier"), nb::arg("name_space"), nb::arg("tokens"), nb::arg("keep_pages"), nb::arg("medium").none(),
-          Release(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 6>(),
-          "Take the unpinned pages of a chain past its first keep_pages out of a tier.")
+          nb::arg("victims"), nb::arg("name_space"), nb::arg("tokens"), nb::arg("keep_pages"), Release(),
+          "Take the unpinned pages of a chain past its first keep_pages out of the tiers of these victims, one for "
+          "each "
+          "tier, at once.")
       .def(
           "quarantine",
           [](Index& self, uint32_t page, int tier, uint32_t slot) {

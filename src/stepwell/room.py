@@ -312,22 +312,17 @@ class Room:
         with self._index.evict(tier, pages, self.medium(tier)) as victims:
             return self._free(tier, victims)
 
-    def forget(
-        self, name_space: int, tokens: npt.NDArray[np.int32], keep_pages: int, *, turning: threading.Lock
-    ) -> int:
+    def forget(self, name_space: int, tokens: npt.NDArray[np.int32], keep_pages: int) -> int:
         """Take the unpinned pages of a chain past its first ones out of every tier, but for those that a match wants
         again meanwhile. Returns how many went.
 
-        Args:
-            turning: is held while they are chosen: those of one tier are of the epoch of those of another.
+        They are chosen in all tiers at once: under one epoch, and with no save between two of them, which would be told
+        that a page is where it leaves next.
         """
         tiers = self.all_tiers
         with contextlib.ExitStack() as taken:
-            with turning:
-                victims = [
-                    taken.enter_context(self._index.forget(tier, name_space, tokens, keep_pages, self.medium(tier)))
-                    for tier in tiers
-                ]
+            victims = [taken.enter_context(self._index.victims(tier, self.medium(tier))) for tier in tiers]
+            self._index.forget(victims, name_space, tokens, keep_pages)
             return sum(self._free(tier, each) for tier, each in zip(tiers, victims, strict=True))
 
     def _free(self, tier: Tier, victims: _core.Victims) -> int:

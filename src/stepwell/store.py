@@ -869,7 +869,7 @@ class PageStore:
         keep_pages = -(-keep // self._page_tokens)
         keys = hash_chain(checked, page_tokens=self._page_tokens, seed=seed)[keep_pages:]
         self._probes.spend(keys, KIND_KV, np.ones(len(keys), dtype=np.bool_))
-        return self._room.forget(name_space, checked, keep_pages, turning=self._turning)
+        return self._room.forget(name_space, checked, keep_pages)
 
     def clear(self) -> int:
         """Drop every unpinned page from every tier; a pin()'s pages keep one copy. Returns copies dropped.

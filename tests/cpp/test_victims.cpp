@@ -106,10 +106,33 @@ TEST_CASE("victims that nobody freed are free when they are dropped") {
 TEST_CASE("a chain leaves from the page on that is not to be kept") {
   World world;
   Victims victims = world.victims();
-  victims.take_chain(world.name_space, world.tokens.data(), world.tokens.size(), 1);
+  Victims* const all[] = {&victims};
+  Victims::take_chain(all, world.name_space, world.tokens.data(), world.tokens.size(), 1);
   CHECK(victims.size() == 2);
   world.check(0, 2, 1);
   CHECK(victims.free() == 2);
+  world.check(2, 0, 1);
+}
+
+TEST_CASE("a chain leaves all tiers at once") {
+  World world;
+  world.index.add_slots(Tier::kHost, 0, kPages);
+  ClaimBatch batch;
+  world.index.claim_absent(world.name_space, world.tokens.data(), world.keys.data(), 0, kPages, mask(Tier::kHost),
+                           &batch);
+  for (uint32_t i = 0; i < kPages; ++i)
+    REQUIRE(world.index.commit(batch.pages[i], Tier::kHost, batch.numbers[i * kTiers + 1]) == Status::kOk);
+  world.index.unpin_pages(batch.pages.data(), kPages);
+  Victims shared = world.victims();
+  Victims host(&world.index, nullptr, Tier::kHost);
+  Victims* const all[] = {&host, &shared};
+  Victims::take_chain(all, world.name_space, world.tokens.data(), world.tokens.size(), 1);
+  CHECK(host.size() == 2);
+  CHECK(shared.size() == 2);
+  CHECK(world.index.counts(Tier::kHost).leaving == 2);
+  world.check(0, 2, 1);
+  CHECK(host.free() == 2);
+  CHECK(shared.free() == 2);
   world.check(2, 0, 1);
 }
 
