@@ -62,6 +62,7 @@ from stepwell.seen import Seen
 from stepwell.staging import Staging
 from stepwell.stats import Counters, NeighbourStats, Stats, TierStats, Tree
 from stepwell.tiers.base import PageTier
+from stepwell.tiers.directory import Machine
 from stepwell.tiers.disk import DiskVolumes
 from stepwell.tiers.host import HostSlab
 from stepwell.tiers.limits import MemoryLimits
@@ -1123,6 +1124,10 @@ class PageStore:
         mover = self._copies.mover
         return Flow.nothing() if mover is None else Flow(**mover.flow())
 
+    def _machine(self) -> Machine:
+        """Say what volumes ask of the machine."""
+        return Machine(clock=self._clock)
+
     def _begin_rounds(self, keeper: Keepers) -> None:
         """Have background rounds from now on."""
         keeper.start()
@@ -1155,6 +1160,7 @@ class PageStore:
                 fingerprint=self._fingerprint,
                 epoch=self._epoch.number,
                 clock=self._clock,
+                machine=self._machine(),
             )
         if config.disk is not None:
             self._tiers[Tier.DISK] = DiskVolumes(
@@ -1163,6 +1169,7 @@ class PageStore:
                 fingerprint=self._fingerprint,
                 epoch=self._epoch.number,
                 clock=self._clock,
+                machine=self._machine(),
             )
         # Disk first: its records name parents for what shared memory holds, and the other way round it does not matter.
         for tier in sorted(self._tiers, reverse=True):

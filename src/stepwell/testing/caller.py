@@ -101,7 +101,9 @@ class Caller:
     def open(self, found: After, *, at_least: bool = False) -> None:
         """Open the store: it must find these pages, and with `at_least` may find others that were on their way."""
         world = self.world
-        self.store = SteppedStore(world.config(self.epoch), clock=world.clock, seed=next(world.seeds))
+        self.store = SteppedStore(
+            world.config(self.epoch), clock=world.clock, seed=next(world.seeds), new_id=world.new_id
+        )
         self.index, self.state = self.store._index, self.store._index.state
         self.store.mover.before, self.store.mover.after = self.claimed, self.landed
         self.pool: LentPool = lend_canonical(self.store._shape, self.rows)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from stepwell import _core
@@ -19,6 +20,7 @@ from stepwell.sequence import Sequences
 from stepwell.store import PageStore
 from stepwell.testing.numpy_device import NumpyPool
 from stepwell.tiers.device_pool import LinearPool
+from stepwell.tiers.directory import Machine
 from stepwell.tiers.disk import DiskVolumes
 
 COPY_QUEUE = 0
@@ -114,10 +116,20 @@ class SteppedStore(PageStore):
 
     Args:
         seed: decides the order of the mover's units.
+        new_id: names volumes: which comes first is an input too. Stores that share directories share it; None: names
+            that nobody else has.
     """
 
-    def __init__(self, config: StoreConfig, *, clock: Clock | None = None, seed: int) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        clock: Clock | None = None,
+        seed: int,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
         self.flow: Flow | None = None
+        self._new_id = new_id
         super().__init__(config, clock=clock)
         mover = self._copies.mover
         assert mover is not None, "the store is open"
@@ -155,6 +167,10 @@ class SteppedStore(PageStore):
 
     def _workers(self) -> dict[str, int]:
         return {"copy_threads": 0, "io_threads": 0}
+
+    def _machine(self) -> Machine:
+        machine = super()._machine()
+        return machine if self._new_id is None else replace(machine, new_id=self._new_id)
 
     def _begin_rounds(self, keeper: Keepers) -> None:
         """Have them by tick() alone."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class World:
         self.shared, self.disk = directory / "shared", directory / "disk"
         self.clock = ManualClock()
         self.seeds = itertools.count(seed)
+        self._names = random.Random(f"{seed} volumes")
         self.is_failing = False
         self.failing_steps = 0
         self.ever: set[tuple[int, bytes]] = set()  # pages that were resident in a lasting tier of some process
@@ -96,6 +98,10 @@ class World:
     def make_caller(self, number: int) -> Caller:
         """Begin one of the processes."""
         return Caller(self, number)
+
+    def new_id(self) -> str:
+        """Name a volume. Names decide which volume comes first, and so which of several calls the nth one is."""
+        return self._names.randbytes(16).hex()
 
     @property
     def is_shared(self) -> bool:
