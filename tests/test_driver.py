@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,18 @@ def trace(shape: Shape, seed: int, steps: int) -> str:
                 digest.update(caller.rows.tobytes())
         operations.end()
     return digest.hexdigest()
+
+
+def test_volumes_have_the_same_names_in_every_run() -> None:
+    """Which of several volumes comes first is which of several calls is the nth, and so which one fails."""
+
+    def names() -> list[str]:
+        with world(Shape(0, 0, 1, 2), 7) as it:
+            it.callers[0].store.tick()
+            return sorted(path.name for path in it.directory.rglob("*.pages"))
+
+    assert names()
+    assert names() == names()
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -153,7 +166,7 @@ def test_the_command_prints_how_to_do_a_finding_again(
 ) -> None:
     monkeypatch.setattr(Room, "evict", too_many)
     monkeypatch.setattr(driver, "SHRINK_SECONDS", 10.0)
-    assert main(["--seed", "1", "--steps", "20000"]) == 1
+    assert main(["--seed", "1", "--steps", "20000", "--jobs", "1"]) == 1
     said = capsys.readouterr().err
     replayed = said.split("again: python -m stepwell.testing --replay ")[1].strip().strip("'")
     assert replayed.startswith("begin(")
@@ -185,6 +198,12 @@ def test_it_ends_quietly_where_nobody_reads_what_it_prints() -> None:
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
+def counted(said: str) -> dict[str, Any]:
+    """Return what does not depend on how fast it was."""
+    found: dict[str, Any] = json.loads(said)
+    return {key: found[key] for key in ("steps", "idle", "episodes", "operations", "counted")}
+
+
 def test_a_run_in_slices_is_the_run_in_one(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     for _ in range(20):
@@ -192,14 +211,117 @@ def test_a_run_in_slices_is_the_run_in_one(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         if json.loads(ended.stdout)["steps"] >= 9000:
             break
-    whole = run_module("--seed", "5", "--steps", "9000", "--json")
-
-    def counted(said: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(said)
-        return {key: found[key] for key in ("steps", "idle", "episodes", "operations", "counted")}
-
+    whole = run_module("--seed", "5", "--steps", "9000", "--jobs", "1", "--json")
     assert counted(ended.stdout) == counted(whole.stdout)
     assert counted(state.read_text()) == counted(whole.stdout)
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+WORKER = "'stepwell.testing.jobs' in sys.orig_argv"
+
+
+def run_with(site: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Begin the command, with something done first in its process and in its workers', and worlds below `site`."""
+    (site / "sitecustomize.py").write_text(
+        "import os, pathlib, signal, sys\nfrom stepwell.room import Room\nfrom stepwell.testing import driver\n"
+        f"driver.MEMORY = pathlib.Path({str(site)!r})\n{textwrap.dedent(code)}\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-m", "stepwell.testing", *arguments],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_episodes_side_by_side_are_those_of_one_process(tmp_path: Path) -> None:
+    said = [
+        run_module("--seed", "6", "--steps", "14000", "--jobs", jobs, "--json", "--state", str(tmp_path / jobs))
+        for jobs in ("1", "3")
+    ]
+    assert [each.returncode for each in said] == [0, 0], said
+    assert counted(said[0].stdout) == counted(said[1].stdout)
+    assert counted((tmp_path / "1").read_text()) == counted((tmp_path / "3").read_text())
+
+
+def test_what_is_found_beside_other_episodes_is_shrunk_and_done_again(tmp_path: Path) -> None:
+    code = """
+        the_evict = Room.evict
+        Room.evict = lambda self, tier, pages: the_evict(self, tier, 2 * pages)
+    """
+    with run_with(tmp_path, code, "--seed", "1", "--steps", "20000", "--jobs", "2") as ended:
+        _, said = ended.communicate(timeout=300)
+    assert ended.returncode == 1
+    assert "seed 1, episode " in said
+    assert "again: python -m stepwell.testing --replay 'begin(" in said
+
+
+def test_an_episode_that_fails_beside_others_alone_is_named(tmp_path: Path) -> None:
+    code = f"""
+        the_evict = Room.evict
+        if {WORKER}:
+            Room.evict = lambda self, tier, pages: the_evict(self, tier, 2 * pages)
+    """
+    with run_with(tmp_path, code, "--seed", "1", "--steps", "20000", "--jobs", "2") as ended:
+        _, said = ended.communicate(timeout=300)
+    assert ended.returncode == 1
+    assert "its steps, done again in another process, found nothing" in said
+    number = said.split("again: python -m stepwell.testing --seed 1 --episode ")[1].strip()
+    alone = run_module("--seed", "1", "--episode", number)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert "in 1 episodes" in alone.stdout
+
+
+def test_an_episode_whose_process_dies_is_named(tmp_path: Path) -> None:
+    code = f"""
+        if {WORKER}:
+            Room.evict = lambda self, tier, pages: os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with run_with(tmp_path, code, "--seed", "1", "--steps", "20000", "--jobs", "2") as ended:
+        said, why = ended.communicate(timeout=300)
+    assert ended.returncode == 1
+    assert "its process died: SIGKILL" in why
+    assert "again: python -m stepwell.testing --seed 1 --episode " in why
+    assert said
+
+
+def children(pid: int) -> list[int]:
+    told = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [int(each) for line in told for each in line.split()]
+
+
+def test_an_interrupt_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    site, told = tmp_path / "site", tmp_path / "told"
+    site.mkdir()
+    os.mkfifo(told)
+    code = f"""
+        if {WORKER}:
+            the_evict = Room.evict
+
+            def evict(self, tier, pages):
+                Room.evict = the_evict
+                with open({str(told)!r}, "w") as fifo:
+                    print("evicting", file=fifo)
+                return the_evict(self, tier, pages)
+
+            Room.evict = evict
+    """
+    with run_with(site, code, "--seed", "1", "--steps", "10000000", "--jobs", "2") as ended:
+        with told.open() as fifo:
+            assert fifo.readline() == "evicting\n"
+        workers = children(ended.pid)
+        assert len(workers) == 2
+        ended.send_signal(signal.SIGINT)
+        said, why = ended.communicate(timeout=300)
+    assert (ended.returncode, why) == (130, "")
+    assert "steps in " in said
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert [path.name for path in site.iterdir() if path.name.startswith("sw-test-")] == []
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -277,7 +399,17 @@ def test_a_state_that_cannot_be_kept_is_refused_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("given", [("--steps", "-1"), ("--seconds", "nan"), ("--seconds", "-1"), ("--replay", "none")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--steps", "-1"),
+        ("--seconds", "nan"),
+        ("--seconds", "-1"),
+        ("--jobs", "0"),
+        ("--episode", "1", "--hypothesis"),
+        ("--replay", "none"),
+    ],
+)
 def test_arguments_that_make_no_sense_are_refused(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, *given)
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from stepwell.testing.driver import (
     NoPlaceError,
     Totals,
     command,
-    episode,
+    place,
     read,
     replay,
     show,
     shrink,
 )
+from stepwell.testing.jobs import DiedError, EpisodeError, in_turn, side_by_side
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +44,14 @@ def parser() -> argparse.ArgumentParser:
         "--state", type=Path, metavar="FILE", help="go on with the run that FILE has, and write there how far it got"
     )
     made.add_argument("--seconds", type=_seconds, metavar="S", help="end this slice after S seconds; for --state")
+    made.add_argument(
+        "--jobs",
+        type=_jobs,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that run episodes side by side (default: the processors that there are); the run is the same",
+    )
+    made.add_argument("--episode", type=_count, metavar="N", help="run this episode of the seed alone, in this process")
     made.add_argument("--replay", metavar="STEPS", help="do these steps instead: as a finding prints them, or a file")
     made.add_argument(
         "--hypothesis", action="store_true", help="let hypothesis choose the steps: slower, and it shrinks further"
@@ -56,6 +64,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0")
+    return number
+
+
+def _jobs(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
@@ -97,11 +112,7 @@ class State:
         except (ValueError, RecursionError) as error:
             raise MisuseError(f"{path} is no state of a run: {error!r}; give another file") from error
         try:
-            seed, steps, idle, episodes = (_whole(known[key]) for key in ("seed", "steps", "idle", "episodes"))
-            operations, counted = (Counter(dict(known[key])) for key in ("operations", "counted"))
-            for number in (*operations.values(), *counted.values()):
-                _whole(number)
-            self.totals = Totals(steps, idle, episodes, float(known["seconds"]), operations, counted)
+            seed, self.totals = known["seed"], Totals.of(known)
         except (ValueError, KeyError, TypeError) as error:
             raise MisuseError(f"{path} is no state of a run: {error!r}; give another file") from error
         if seed != self.seed:
@@ -120,24 +131,10 @@ class State:
             raise MisuseError(f"{self._path} cannot be written: {error}") from error
 
 
-def _whole(number: Any) -> int:
-    if not isinstance(number, int):
-        raise TypeError(f"{number!r} is no whole number")
-    return number
-
-
 def summary(seed: int, totals: Totals) -> dict[str, Any]:
     """Say what a run has done."""
-    return {
-        "seed": seed,
-        "steps": totals.steps,
-        "idle": totals.idle,
-        "episodes": totals.episodes,
-        "seconds": round(totals.seconds, 3),
-        "steps_per_second": round(totals.steps / totals.seconds) if totals.seconds else 0,
-        "operations": dict(totals.operations.most_common()),
-        "counted": dict(totals.counted),
-    }
+    speed = round(totals.steps / totals.seconds) if totals.seconds else 0
+    return {"seed": seed, **totals.known(), "steps_per_second": speed}
 
 
 def say(failure: Failure, where: str) -> None:
@@ -150,32 +147,50 @@ def say(failure: Failure, where: str) -> None:
     print(f"\n{small}\nagain: {command(small.steps)}", file=sys.stderr)
 
 
-def run(state: State, steps: int, seconds: float | None) -> bool:
+def say_ended(seed: int, ended: EpisodeError | DiedError) -> None:
+    """Print how an episode ended: what it found, or that its process died."""
+    where = f"seed {seed}, episode {ended.number}"
+    if isinstance(ended, EpisodeError) and ended.cause is not None:
+        say(ended.cause, where)
+        return
+    print(f"\n{where}: {ended}", file=sys.stderr)
+    if isinstance(ended, EpisodeError):
+        print("its steps, done again in another process, found nothing", file=sys.stderr)
+    print(f"again: python -m stepwell.testing --seed {seed} --episode {ended.number}", file=sys.stderr)
+
+
+def run(state: State, steps: int, seconds: float | None, jobs: int) -> bool:
     """Run episodes until there are so many steps, or so many seconds have passed. Returns whether all is well.
 
     Raises:
         KeyboardInterrupt: what was done until the episode before is in the state.
         MisuseError: the state cannot be written.
+        NoPlaceError.
     """
     state.write()  # before any work is done in vain
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    until = None if seconds is None else time.monotonic() + seconds
+    place()
+    totals, until = state.totals, None if seconds is None else time.monotonic() + seconds
+    jobs = min(jobs, math.ceil((steps - totals.steps) / EPISODE_STEPS))
+    if jobs > 1:
+        episodes = side_by_side(state.seed, totals.episodes, jobs)
+    else:
+        episodes = in_turn(state.seed, totals.episodes)
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}/s"))
-    with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
-        task = progress.add_task("", total=steps, completed=state.totals.steps, rate=0)
-        while state.totals.steps < steps and (until is None or time.monotonic() < until):
-            began, number, before = time.perf_counter(), state.totals.episodes, state.totals.steps
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as progress, contextlib.closing(episodes):
+        task = progress.add_task("", total=steps, completed=totals.steps, rate=0)
+        began, before, spent = time.perf_counter(), totals.steps, totals.seconds
+        while totals.steps < steps and (until is None or time.monotonic() < until):
             try:
-                episode(state.seed, number, state.totals)
-            except Failure as failure:
+                totals.add(next(episodes))
+            except (EpisodeError, DiedError) as ended:
                 progress.stop()
-                say(failure, f"seed {state.seed}, episode {number}")
+                say_ended(state.seed, ended)
                 return False
-            spent = time.perf_counter() - began
-            state.totals.seconds += spent
-            rate = round((state.totals.steps - before) / spent)
-            progress.update(task, completed=state.totals.steps, rate=rate)
+            passed = time.perf_counter() - began
+            totals.seconds = spent + passed
+            progress.update(task, completed=totals.steps, rate=round((totals.steps - before) / passed))
             state.write()
     return True
 
@@ -227,6 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)
     if given.hypothesis and (given.state is not None or given.seconds is not None):
         made.error("--hypothesis has no --state and no --seconds")
+    if given.episode is not None and (given.state is not None or given.hypothesis):
+        made.error("--episode has no --state and no --hypothesis")
     try:
         code = run_given(given)
         print(end="", flush=True)
@@ -270,8 +287,10 @@ def run_seed(given: argparse.Namespace) -> int:
     """Run what a seed says, and show what was done. Returns the exit code."""
     state = State(given.state, given.seed)
     code = 130
+    if given.episode is not None:
+        state.totals.episodes, given.steps, given.jobs = given.episode, 1, 1
     with contextlib.suppress(KeyboardInterrupt):
-        code = 0 if run(state, given.steps, given.seconds) else 1
+        code = 0 if run(state, given.steps, given.seconds, given.jobs) else 1
     show_summary(state, as_json=given.json)
     return code
 

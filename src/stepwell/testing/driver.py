@@ -15,11 +15,11 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from stepwell.testing.operations import Operations, operations_of
 from stepwell.testing.sequence_operations import SequenceOperations
@@ -71,6 +71,40 @@ class Totals:
     seconds: float = 0.0
     operations: Counter[str] = field(default_factory=Counter)
     counted: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> Self:
+        """Read what was written down. Raises: ValueError, KeyError, TypeError."""
+        steps, idle, episodes = (_whole(known[key]) for key in ("steps", "idle", "episodes"))
+        operations, counted = (Counter(dict(known[key])) for key in ("operations", "counted"))
+        for number in (*operations.values(), *counted.values()):
+            _whole(number)
+        return cls(steps, idle, episodes, float(known["seconds"]), operations, counted)
+
+    def known(self) -> dict[str, Any]:
+        """Return all of it as JSON can have it."""
+        return {
+            "steps": self.steps,
+            "idle": self.idle,
+            "episodes": self.episodes,
+            "seconds": round(self.seconds, 3),
+            "operations": dict(self.operations.most_common()),
+            "counted": dict(self.counted),
+        }
+
+    def add(self, other: Totals) -> None:
+        """Take what another part of the run has done, but for how long it took: it may have run beside this one."""
+        self.steps += other.steps
+        self.idle += other.idle
+        self.episodes += other.episodes
+        self.operations.update(other.operations)
+        self.counted.update(other.counted)
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int):
+        raise TypeError(f"{number!r} is no whole number")
+    return number
 
 
 # ---- steps as text ---------------------------------------------------------------------------------------------------
