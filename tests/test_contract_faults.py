@@ -15,7 +15,7 @@ from stepwell.errors import StepwellUsageError
 from stepwell.testing.contract import TierContract
 from stepwell.testing.crowd import run_together
 from stepwell.testing.faulty import FaultyTier, TierCrashedError, TierFault, scripted, seeded
-from stepwell.testing.file_calls import before_call, fail_each_call
+from stepwell.testing.file_calls import before_call, fail_each_call, files_end_at
 from stepwell.testing.place import Place
 from stepwell.testing.tier import Full, Tier, missing_parts, page_checksum
 from stepwell.testing.tier_machine import run_tier_machine
@@ -202,6 +202,18 @@ def test_what_is_there_before_a_file_call_is_seen(tmp_path: Path) -> None:
         os.replace(tmp_path / "old", tmp_path / "new")
     assert calls.reached in ("replace", "close")
     assert seen == [["old"]]
+
+
+def test_what_is_written_across_the_end_is_cut_short_in_the_block_alone(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "page", os.O_RDWR | os.O_CREAT)
+    try:
+        with files_end_at(6):
+            assert os.pwrite(file, b"page", 4) == 2
+            with pytest.raises(OSError, match="File too large"):
+                os.pwrite(file, b"page", 6)
+        assert os.pwrite(file, b"page", 4) == 4
+    finally:
+        os.close(file)
 
 
 def test_only_the_calling_thread_is_watched_and_only_in_the_block(tmp_path: Path) -> None:

@@ -67,6 +67,15 @@ FAULTS = {
         [("with self.lock:", "if True:")],
         {"test_no_two_threads_are_given_one_slot"},
     ),
+    "takes a write that was cut short for whole": (
+        [
+            (
+                'self.path(slot, "new").write_bytes(page)',
+                'with self.path(slot, "new").open("wb", buffering=0) as file:\n            file.write(page)',
+            )
+        ],
+        {"test_a_write_that_is_cut_short_is_not_taken_for_whole"},
+    ),
     "keeps what it writes in a buffer of the process": (
         [
             ('with self.path(slot, "new").open("r+b") as file:', 'if file := self.path(slot, "new").open("r+b"):'),

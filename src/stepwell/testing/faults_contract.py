@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from stepwell.testing import file_calls
 from stepwell.testing.suite import PAGES, TierSuite
 from stepwell.testing.tier import Tier, page_checksum
 from stepwell.testing.trial import Page, Trial, assert_bytes
@@ -103,6 +104,31 @@ class FaultsContract(TierSuite):
             else:
                 it.tier.abort(slot)
                 it.assert_whole()
+
+    def test_a_write_that_is_cut_short_is_not_taken_for_whole(self) -> None:
+        it = self.start()
+        if self.may_fail:
+            pytest.skip("its calls fail by themselves, and are made again until they do not")
+        it.fill(0)
+        half = it.tier.page_bytes // 2
+        ends = {offset + half for page in it.pages.values() for _, offset in it.place.find(page.data)}
+        if not ends:
+            pytest.skip("its pages are not found in files of its directory: nobody knows where to cut a write")
+        for version, end in enumerate(sorted(ends), 1):
+            for slot in list(it.pages):
+                it.drop(slot)
+            for number in range(it.tier.capacity_pages):
+                page = it.page(number, version)
+                slot = it.claim(page)
+                try:
+                    with file_calls.files_end_at(end):
+                        it.tier.write(slot, page.data)
+                except OSError:
+                    it.tier.abort(slot)
+                else:
+                    it.tier.commit(slot, page.checksum)
+                    it.pages[slot] = page
+            it.assert_whole()
 
     @pytest.mark.parametrize("then", ["again", "abort"])
     def test_a_commit_that_fails_publishes_nothing(self, then: str) -> None:

@@ -3,9 +3,11 @@
     with before_call(3, look) as calls: work      look() runs just before the third; calls.reached says which that was
     for failure in fail_each_call():              the first, the second, ... fails, until none is left
         if failure.fails(tier.free, slot): ...    it raised an OSError; else it got by without, or swallowed it
+    with files_end_at(6000): work                 a write that goes beyond is cut short there, and the next one fails
 
-It sees what Python calls (open, write, os.replace, mmap.flush, ...), whoever imported it from where: the interpreter
-tells each call into C (sys.setprofile). What C does by itself it does not see; stepwell's own has `testing.faults`.
+The first two see what Python calls (open, write, os.replace, mmap.flush, ...), whoever imported it from where: the
+interpreter tells each call into C (sys.setprofile). What C does by itself they do not see; stepwell's own has
+`testing.faults`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,6 +129,23 @@ def before_call(nth: int, look: Callable[[], None]) -> Iterator[Calls]:
 
     with _profiled(watch):
         yield calls
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Have nothing be written behind the first `size` bytes of a file in the block, however long it is: a write across
+    that offset moves the bytes before it, one from there on fails with EFBIG. Also what C writes.
+
+    Threads: all of the process are concerned.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @contextmanager

@@ -56,9 +56,9 @@ class Place:
 
     def exchange(self, first: bytes, second: bytes) -> bool:
         """Let two pages of one length change places in the files. Returns whether both were found."""
-        if not (self._find(first) and self._find(second)):
+        if not (self.find(first) and self.find(second)):
             return False
-        places = self._find(first)
+        places = self.find(first)
         self.replace(second, first)
         for path, offset in places:
             _overwrite(path, offset, second)
@@ -66,7 +66,7 @@ class Place:
 
     def cut(self, page: bytes) -> bool:
         """Cut every file short in the middle of a page that it holds. Returns whether there was one."""
-        places = self._find(page)
+        places = self.find(page)
         for path, offset in places:
             with path.open("r+b") as file:
                 file.truncate(offset + len(page) // 2)
@@ -74,12 +74,13 @@ class Place:
 
     def replace(self, page: bytes, by: bytes) -> bool:
         """Write other bytes over a page wherever it lies. Returns whether it was found."""
-        places = self._find(page)
+        places = self.find(page)
         for path, offset in places:
             _overwrite(path, offset, by)
         return bool(places)
 
-    def _find(self, page: bytes) -> list[tuple[Path, int]]:
+    def find(self, page: bytes) -> list[tuple[Path, int]]:
+        """Return where a page lies: in which files, from which byte on."""
         files = [path for path in sorted(self.directory.rglob("*")) if path.is_file() and not path.is_symlink()]
         found = ((path, path.read_bytes().find(page)) for path in files)
         return [(path, offset) for path, offset in found if offset >= 0]
