@@ -2324,8 +2324,9 @@ void Index::Impl::lift_ancestors(int tier) {
   find_last_old(tier);
 }
 
-// Merges the batch into the rank by stamps, a page's use being one of its ancestors too. Of two with one stamp the
-// recovered one leaves later. A stamp from the future counts as now: no page stays for ever because a clock was wrong.
+// Merges the batch into the rank by stamps, a page's use being one of its ancestors too: pages of other epochs among
+// themselves, below all of this one. Of two with one stamp the recovered one leaves later. A stamp from the future
+// counts as now: no page stays for ever because a clock was wrong.
 // Cost: one walk over the rank, a sort of the batch, and each chain once; a second walk where a recovered page had
 // children here.
 void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, uint64_t>>& recovered,
@@ -2382,10 +2383,11 @@ void Index::Impl::rank_recovered(int tier, const std::vector<std::pair<PageId, u
       chain.push_back(page);
     }
     for (auto page = chain.rbegin(); page != chain.rend(); ++page)
-      rank.place_above(*page, below, is_old(start) ? 0 : std::min(stamp, latest));
+      rank.place_above(*page, below, std::min(stamp, latest));
   }
-  rank.order_stamps();
   find_last_old(tier);
+  rank.lower_stamps(last_old[at(tier)]);
+  rank.order_stamps();
 }
 
 void Index::take_stamps(Tier tier, size_t most, std::vector<uint32_t>* slots, std::vector<uint64_t>* stamps) {

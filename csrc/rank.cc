@@ -54,6 +54,13 @@ void Rank::place_above(uint32_t page, uint32_t lower, uint64_t value) {
   insert(page, lower, lower == kNone ? head_ : link(lower).higher, value);
 }
 
+void Rank::lower_stamps(uint32_t last) {
+  for (uint32_t page = last; page != kNone; page = link(page).lower) {
+    const uint32_t above = link(page).higher;
+    if (above != kNone && stamp(page) >= stamp(above)) set_stamp(page, stamp(above) - std::min(stamp(above), kStep));
+  }
+}
+
 void Rank::order_stamps() {
   uint64_t before = 0;
   for (uint32_t page = head_; page != kNone; page = link(page).higher) {

@@ -50,6 +50,9 @@ class Rank {
   // order then, until order_stamps() has made them so: each page keeps its stamp or gets a higher one.
   void place_above(uint32_t page, uint32_t lower, uint64_t value);
   void order_stamps();
+  // For recovery, before order_stamps(): `last` and what leaves before it get stamps below that of the page after it, so
+  // that pages which leave first although they were used later do not make others seem used later than they were.
+  void lower_stamps(uint32_t last);
 
   // The page that leaves first and last, and those that leave after and before `page`; kNone at the ends.
   uint32_t first() const noexcept { return head_; }

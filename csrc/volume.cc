@@ -441,13 +441,13 @@ Status Volume::check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) 
 
 // --- adoption
 
-Status Volume::recover(uint64_t epoch, std::vector<RecoveredPage>* pages, RecoveryCounts* counts) noexcept {
+Status Volume::recover(std::vector<RecoveredPage>* pages, RecoveryCounts* counts) noexcept {
   pages->clear();
   *counts = {};
   try {
     std::vector<uint64_t> stamps;
     Status status = scan_recency(&stamps);
-    if (status == Status::kOk) status = scan_records(epoch, stamps, pages, counts);
+    if (status == Status::kOk) status = scan_records(stamps, pages, counts);
     if (status == Status::kOk) status = drop_duplicates(pages, counts);
     if (status != Status::kOk) pages->clear();
     // One jump of the counter in place of an entry for each: whoever follows the ring reads all records.
@@ -496,7 +496,7 @@ Status Volume::scan_recency(std::vector<uint64_t>* stamps) {
   return Status::kOk;
 }
 
-Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
+Status Volume::scan_records(const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
                             RecoveryCounts* counts) {
   std::vector<std::byte> chunk(kChunkBytes / kRecordBytes * kRecordBytes);
   const auto slots_a_chunk = static_cast<uint32_t>(chunk.size() / kRecordBytes);
@@ -514,19 +514,18 @@ Status Volume::scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps,
         continue;
       }
       SlotRecord record;
-      const bool right = SlotRecord::decode(bytes, &record) && record.is_of(header_);
-      if (right && record.label.epoch == epoch) {
+      if (SlotRecord::decode(bytes, &record) && record.is_of(header_)) {
         pages->push_back({slot, record.label, generation, stamps[slot]});
         continue;
       }
-      ++(right ? counts->other_epoch : counts->damaged);
+      ++counts->damaged;
       if (status = store_generation(slot, generation + 1); status != Status::kOk) return status;
     }
   }
   return Status::kOk;
 }
 
-// Sorted, not hashed: keys were chosen by whoever wrote the volume.
+// Sorted, not hashed: keys were chosen by whoever wrote the volume. One key in two epochs is two pages.
 Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, RecoveryCounts* counts) {
   std::vector<uint32_t> order(pages->size());
   std::iota(order.begin(), order.end(), 0u);
@@ -537,6 +536,7 @@ Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, RecoveryCounts
   std::sort(order.begin(), order.end(), [&](uint32_t i, uint32_t j) {
     const RecoveredPage &a = (*pages)[i], &b = (*pages)[j];
     if (const int keys = key_order(a.label.key, b.label.key); keys != 0) return keys < 0;
+    if (a.label.epoch != b.label.epoch) return a.label.epoch < b.label.epoch;
     if (a.stamp != b.stamp) return a.stamp > b.stamp;
     if (a.generation != b.generation) return a.generation > b.generation;
     return a.slot < b.slot;
@@ -544,7 +544,7 @@ Status Volume::drop_duplicates(std::vector<RecoveredPage>* pages, RecoveryCounts
   std::vector<bool> loses(pages->size());
   for (size_t i = 1; i < order.size(); ++i) {
     const RecoveredPage& page = (*pages)[order[i]];
-    if (!(page.label.key == (*pages)[order[i - 1]].label.key)) continue;
+    if (!same_page(page.label, (*pages)[order[i - 1]].label)) continue;
     if (Status status = store_generation(page.slot, page.generation + 1); status != Status::kOk) return status;
     loses[order[i]] = true;
     ++counts->duplicate;

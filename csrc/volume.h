@@ -102,10 +102,10 @@ struct RecoveredPage {
   uint64_t stamp;
 };
 
-// Slots that recovery found of no use, by why: the first three were freed, a worn one is never used again.
+// Slots that recovery found of no use, by why: the first two were freed, a worn one is never used again.
 struct RecoveryCounts {
-  uint64_t damaged = 0, other_epoch = 0, duplicate = 0, worn = 0;
-  uint64_t freed() const noexcept { return damaged + other_epoch + duplicate; }
+  uint64_t damaged = 0, duplicate = 0, worn = 0;
+  uint64_t freed() const noexcept { return damaged + duplicate; }
 };
 
 // Invariant: this process holds the volume's lock while a Volume exists.
@@ -147,10 +147,10 @@ class Volume final : public Medium {
 
   const VolumeHeader& header() const noexcept { return header_; }
   const PageShape& shape() const noexcept { return shape_; }
-  // Reads all records (adoption, FORMAT.md 7): frees what is damaged, of another epoch or twice there, keeps
-  // generations. Pages come by slot. A slot whose generation has reached its limit counts as worn each time.
+  // Reads all records (adoption, FORMAT.md 7): frees what is damaged or twice there, keeps generations. Pages of all
+  // epochs come, by slot. A slot whose generation has reached its limit counts as worn each time.
   // REQUIRES that nobody reads or writes pages here meanwhile.
-  Status recover(uint64_t epoch, std::vector<RecoveredPage>* pages, RecoveryCounts* counts) noexcept;
+  Status recover(std::vector<RecoveredPage>* pages, RecoveryCounts* counts) noexcept;
   // Labels of pages by slot and generation, in that order, of those that are still there: what neighbours say that they
   // used. Slots and generations are not trusted.
   Status labels_of(const uint32_t* slots, const uint64_t* generations, size_t count,
@@ -187,8 +187,7 @@ class Volume final : public Medium {
   // FORMAT.md 3.1 without its fence: the slot's generation is *odd when it returns kOk.
   Status make_odd(uint32_t slot, uint64_t* odd) noexcept;
   Status scan_recency(std::vector<uint64_t>* stamps);
-  Status scan_records(uint64_t epoch, const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages,
-                      RecoveryCounts* counts);
+  Status scan_records(const std::vector<uint64_t>& stamps, std::vector<RecoveredPage>* pages, RecoveryCounts* counts);
   Status drop_duplicates(std::vector<RecoveredPage>* pages, RecoveryCounts* counts);
   Status check_pattern(uint32_t slot, uint64_t pattern, Scratch& scratch) noexcept;
   Status load_generation(uint32_t slot, uint64_t* generation) noexcept;

@@ -402,6 +402,19 @@ def test_an_acknowledged_page_that_is_gone_after_a_restart_is_found() -> None:
     assert len(story.wrong(NO_EVICTION)) == 1
 
 
+def test_an_acknowledged_page_of_another_epoch_that_is_gone_after_a_restart_is_found() -> None:
+    story = Story()
+    first = story.save()
+    story.call("set_epoch", Turned(1))
+    story.call("reopen", Reopened())
+    story.miss()
+    story.call("set_epoch", Turned(0))
+    story.read(first)
+    assert story.wrong(NO_EVICTION) == []
+    story.miss()
+    assert len(story.wrong(NO_EVICTION)) == 1
+
+
 def test_host_memory_does_not_outlive_a_restart() -> None:
     story = Story()
     first = story.call("save", Saved((((HOST, NEW),),), ((HOST,),), (1, 0, 0, 0)))

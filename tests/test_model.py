@@ -194,8 +194,21 @@ def test_a_crash_leaves_what_was_resident_in_a_lasting_tier() -> None:
     model.see({B: at(shared=ARRIVING)}, Step(wanted=[B]))
     model.see({C: at(host=ARRIVING)}, Step(wanted=[C]))
     model.see({C: at(host=RESIDENT)}, LANDS)
-    assert model.crash().pages == {A: {Tier.SHARED}}
+    assert model.crash({}).pages == {A: {Tier.SHARED}}
     assert model.pages == {}
+
+
+def test_a_crash_leaves_what_is_resident_in_other_epochs() -> None:
+    model = holding(A, B, lasting=(Tier.SHARED, Tier.DISK))
+    model.damage(B, Tier.SHARED)
+    model.turn(1)
+    found = model.crash({0: {A: {Tier.HOST, Tier.SHARED}}})
+    assert found.pages == {}
+    assert found.others[0].pages == {A: {Tier.SHARED}}
+    assert found.others[0].damaged == {(B, Tier.SHARED)}
+    assert model.others == {}
+    model.appear_of(0, {A: {Tier.SHARED}}, set())
+    assert model.turn(0)[A].at[Tier.SHARED] == RESIDENT
 
 
 def test_another_epoch_has_none_of_the_pages() -> None:

@@ -59,7 +59,7 @@ def test_damage_stays_in_the_volume_it_was_done_to(
     everything = found_pages(rig)
     members = {member.held.volume_id: member for member in rig.store._tiers[Tier.DISK].members}
     victim = sorted(members)[seed % len(members)]
-    _, keys, lengths, *_ = members.pop(victim).volume.recover(0)
+    _, keys, lengths, *_ = members.pop(victim).volume.recover()
     known = {key[:size].tobytes() for key, size in zip(keys, lengths, strict=True)}
     others = {(number, page) for number, page in everything if KEYS[number][page].tobytes() not in known}
     assert 0 < len(others) < len(everything)
@@ -84,7 +84,7 @@ def test_a_changed_byte_of_a_page_costs_that_page(directories: Directories, open
         for number in range(4):
             rig.save(chain(number, PAGES))
         [member] = rig.store._tiers[Tier.SHARED if sizes["shared"] else Tier.DISK].members
-        slots, keys, lengths, *_ = member.volume.recover(0)
+        slots, keys, lengths, *_ = member.volume.recover()
         header = member.volume.header
         [path] = directories.volumes("vol" if sizes["shared"] else "pages")
         for row in (0, 7, 20):

@@ -174,7 +174,7 @@ def saved_again_elsewhere(base: Path, first: int) -> tuple[list[Call], Truth]:
             metadata, pages = (_core.file_open(f"{stem}.{suffix}", os.O_RDWR) for suffix in ("meta", "pages"))
             volumes.append(_core.Volume(shape, each.header, metadata, pages, durable=True))
         one, other = volumes[first], volumes[1 - first]
-        slots, keys, *_ = one.recover(0)
+        slots, keys, *_ = one.recover()
         other.retire(np.zeros(1, np.uint32))
         key = keys[-1, :32].tobytes()
         row = next(row for row, known in enumerate(ALL_KEYS) if known.tobytes() == key)

@@ -86,30 +86,31 @@ def test_adoption_returns_labels_generations_and_stamps(files: Files) -> None:
     volume.write_page(6, page(4), key=b"old", epoch=1)
     assert volume.write_recency(slots_of(9, 1), np.array([70, 80], np.uint64)) == _core.Status.ok
     del volume
-    found = files.open().recover(2)
+    found = files.open().recover()
     slots, keys, key_lengths, parents, parent_lengths, states, depths, kinds, epochs = found[:9]
-    stamps, generations, other_epoch, duplicate, damaged = found[9:]
-    assert slots.tolist() == [1, 5, 9]
+    stamps, generations, duplicate, damaged = found[9:]
+    assert slots.tolist() == [1, 5, 6, 9]
     names = [bytes(key[:length]) for key, length in zip(keys, key_lengths, strict=True)]
-    assert names == [b"second", b"first", b"third"]
+    assert names == [b"second", b"first", b"old", b"third"]
     assert [bytes(p[:n]) for p, n in zip(parents, parent_lengths, strict=True)] == [
         b"first",
         b"",
         b"",
+        b"",
     ]
-    assert states.tolist() == [1, 0, 2]
-    assert depths.tolist() == [1, 0, UNKNOWN_DEPTH]
-    assert kinds.tolist() == [1, 1, 1]
-    assert epochs.tolist() == [2, 2, 2]
-    assert stamps.tolist() == [80, 0, 70]
-    assert generations.tolist() == [2, 2, 4]
-    assert (other_epoch, duplicate, damaged) == (1, 0, 0)
-    assert keys.shape == (3, 64)
+    assert states.tolist() == [1, 0, 2, 2]
+    assert depths.tolist() == [1, 0, UNKNOWN_DEPTH, UNKNOWN_DEPTH]
+    assert kinds.tolist() == [1, 1, 1, 1]
+    assert epochs.tolist() == [2, 2, 1, 2]
+    assert stamps.tolist() == [80, 0, 0, 70]
+    assert generations.tolist() == [2, 2, 2, 4]
+    assert (duplicate, damaged) == (0, 0)
+    assert keys.shape == (4, 64)
     assert keys.dtype == np.uint8
 
 
 def test_an_empty_volume_recovers_to_empty_columns(files: Files) -> None:
-    slots, keys, *_, damaged = files.open().recover(0)
+    slots, keys, *_, damaged = files.open().recover()
     assert len(slots) == 0
     assert keys.shape == (0, 64)
     assert damaged == 0
@@ -260,7 +261,7 @@ def test_a_truncated_volume_is_a_bus_fault_and_not_a_crash(tmp_path: Path) -> No
     assert volume.read_page(0, out, key=b"k") == _core.Status.bus_fault
     assert volume.write_page(0, page(1), key=b"k") == _core.Status.bus_fault
     with pytest.raises(OSError, match="Input/output error"):
-        volume.recover(0)
+        volume.recover()
 
 
 def test_a_slab_is_memory_that_python_may_look_at() -> None:

@@ -284,7 +284,7 @@ def test_its_descriptors_make_a_volume_of_the_core(world: World) -> None:
         volume.pages.detach() if volume.pages else -1,
         volume.direct_io,
     )
-    pages, damaged = made.recover(0)[0], made.recover(0)[-1]
+    pages, damaged = made.recover()[0], made.recover()[-1]
     assert len(pages) == 0
     assert damaged == 0
 

@@ -50,7 +50,7 @@ def open_volume(metadata_path: str, pages_path: str | None = None) -> _core.Volu
 
 def wrong_pages(volume: _core.Volume) -> tuple[int, list[str]]:
     """Adopt the volume: return how many pages it holds and what is wrong with them."""
-    slots, keys, key_lengths, *_, damaged = volume.recover(0)
+    slots, keys, key_lengths, *_, damaged = volume.recover()
     wrong = [f"{damaged} damaged records"] if damaged else []
     out = np.zeros(PAGE_BYTES, dtype=np.uint8)
     for slot, key, length in zip(slots, keys, key_lengths, strict=True):

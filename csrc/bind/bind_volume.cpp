@@ -188,18 +188,18 @@ Arrays arrays_of(RecoveredColumns&& columns) {
           to_numpy(std::move(columns.generations))};
 }
 
-auto recover(Volume& volume, uint64_t epoch) {
+auto recover(Volume& volume) {
   RecoveryCounts counts;
   Status status;
   RecoveredColumns columns;
   {
     const GilRelease release;
     std::vector<RecoveredPage> pages;
-    status = volume.recover(epoch, &pages, &counts);
+    status = volume.recover(&pages, &counts);
     columns = columns_of(pages);
   }
   if (status != Status::kOk) raise_os_error(EIO);
-  const std::tuple rest(counts.other_epoch, counts.duplicate, counts.damaged + counts.worn);
+  const std::tuple rest(counts.duplicate, counts.damaged + counts.worn);
   return std::tuple_cat(arrays_of(std::move(columns)), rest);
 }
 
@@ -331,11 +331,11 @@ void bind_volumes(nb::module_& module) {
            "damaged or another's.")
       .def_prop_ro(
           "header", [](const Volume& self) { return self.header(); }, "A copy of the header.")
-      .def("recover", &recover, nb::arg("epoch"),
-           "Read all records (adoption) and free those that are damaged, of another epoch, or twice there.\n\n"
+      .def("recover", &recover,
+           "Read all records (adoption), of whatever epoch, and free those that are damaged or twice there.\n\n"
            "Returns (slots u32[n], keys u8[n, 64], key_lengths u8[n], parents u8[n, 64], parent_lengths u8[n],\n"
            "parent_states u8[n], depths u32[n], kinds u8[n], epochs u64[n], stamps u64[n], generations u64[n],\n"
-           "other_epoch int, duplicate int, damaged int). Raises OSError where the records cannot be read.")
+           "duplicate int, damaged int). Raises OSError where the records cannot be read.")
       .def(
           "generations",
           [](Volume& self, Array1<uint32_t> slots) {

@@ -30,7 +30,7 @@ class TierStats:
     owed: slots of `leaving` that stay out of use until the record of the page before can be written.
     bytes_read, bytes_written: payload.
     recovered: pages found again in volumes that were adopted. cold: what was not, by reason (docs/directories.md):
-    volumes that could not be used, and for epoch, records and duplicate, pages that could not.
+    volumes that could not be used, and for epoch, records and duplicate, pages. Those of another epoch are resident.
     state: "serving", "read-only" or "out" (of service), and the reason. trips: how often it was not serving.
     read_errors, write_errors: calls on its files that failed. retired: slots in quarantine that are beyond mending.
     skipped: pages that saves did not write here because it took none, or would have taken too long.

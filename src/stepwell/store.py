@@ -793,8 +793,9 @@ class PageStore:
     def set_epoch(self, epoch: int | str) -> None:
         """Change the epoch of the weights: pages of any other are misses from now on, and leave first.
 
-        Running loads end as misses, queued saves are dropped, pins and leases of probes end; those of the same epoch,
-        set again, live on.
+        Those that have not left are found again once the epoch is theirs, also after a restart in between. Running
+        loads end as misses, queued saves are dropped, pins and leases of probes end; those of the same epoch, set
+        again, live on.
         """
         self._use()
         number = epoch_number(epoch)
@@ -807,8 +808,6 @@ class PageStore:
             self._epoch.number = number
         if has_changed:
             self._pins.end_all()
-        for tier in list(self._tiers.values()):
-            tier.set_epoch(number)
         self._copies.cancel_all()
 
     def pin(self, tokens: Tokens, *, ttl: float, namespace: Namespace | None = None) -> Pinned:

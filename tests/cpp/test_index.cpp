@@ -408,6 +408,47 @@ TEST_CASE("a touched page leaves after the others, and its ancestors after it") 
   CHECK(index.check() == "");
 }
 
+TEST_CASE("recovered pages of another epoch leave first, in their own order, until the epoch is theirs") {
+  Index index(1);
+  index.add_slots(Tier::kDisk, 0, 8);
+  const auto adopt = [&](std::vector<uint32_t> slots, std::array<const char*, 3> names, std::array<uint64_t, 3> epochs,
+                         std::array<uint64_t, 3> stamps) {
+    std::vector<Label> labels(3);
+    for (size_t i = 0; i < 3; ++i) {
+      labels[i].key = named_key(names[i]);
+      labels[i].epoch = epochs[i];
+    }
+    std::array<uint8_t, 3> accepted{};
+    index.recover(Tier::kDisk, slots.data(), labels.data(), stamps.data(), 3, accepted.data());
+    CHECK(accepted == std::array<uint8_t, 3>{1, 1, 1});
+    CHECK(index.check() == "");
+  };
+  adopt({0, 1, 2}, {"one", "one", "two"}, {0, 5, 5}, {100, 40, 500});
+  adopt({4, 5, 6}, {"two", "three", "four"}, {0, 5, 5}, {60, 30, 45});
+  std::vector<uint32_t> order;
+  index.rank_order(Tier::kDisk, &order);
+  CHECK(order == std::vector<uint32_t>{5, 1, 6, 2, 4, 0});
+  // However late the others were used, these were used when their records say.
+  std::vector<uint32_t> slots;
+  std::vector<uint64_t> stamps;
+  index.take_stamps(Tier::kDisk, 8, &slots, &stamps);
+  std::map<uint32_t, uint64_t> stamp_of;
+  for (size_t i = 0; i < slots.size(); ++i) stamp_of[slots[i]] = stamps[i];
+  CHECK((stamp_of[4] == 60 && stamp_of[0] == 100));
+  CHECK((stamp_of[5] < stamp_of[1] && stamp_of[1] < stamp_of[6] && stamp_of[6] < stamp_of[2] && stamp_of[2] < 60));
+  const auto is_resident = [&](const char* name) {
+    return index.state(named_key(name), 1)[static_cast<size_t>(Tier::kDisk)] == Residency::kResident;
+  };
+  CHECK((is_resident("one") && is_resident("two") && !is_resident("three")));
+  index.set_epoch(5);
+  CHECK((is_resident("one") && is_resident("two") && is_resident("three")));
+  index.rank_order(Tier::kDisk, &order);
+  CHECK(order == std::vector<uint32_t>{4, 0, 5, 1, 6, 2});
+  index.take_victims(Tier::kDisk, 3, kNoSlot, &slots);
+  CHECK(slots == std::vector<uint32_t>{4, 0, 5});
+  CHECK(index.check() == "");
+}
+
 TEST_CASE("a held page may leave shared memory once an adopted volume has it, and not before") {
   const std::vector<int32_t> tokens = {1, 2, 3};
   Index index(1);

@@ -349,7 +349,7 @@ TEST_CASE("a writer killed after any store and a successor that adopts leave eve
       std::vector<RecoveredPage> pages;
       RecoveryCounts counts;
       History after = record_history(files, [&] {
-        REQUIRE(volume->recover(0, &pages, &counts) == Status::kOk);
+        REQUIRE(volume->recover(&pages, &counts) == Status::kOk);
         write_in_chunks(*volume, "third");
       });
       CHECK(counts.freed() + counts.worn == 0);

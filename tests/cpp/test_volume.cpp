@@ -57,10 +57,10 @@ struct Recovery {
   }
 };
 
-Recovery recover(Volume& volume, uint64_t epoch = 0) {
+Recovery recover(Volume& volume) {
   Recovery result;
   RecoveryCounts counts;
-  REQUIRE(volume.recover(epoch, &result.pages, &counts) == Status::kOk);
+  REQUIRE(volume.recover(&result.pages, &counts) == Status::kOk);
   result.damaged = counts.damaged + counts.worn;
   return result;
 }
@@ -421,7 +421,7 @@ TEST_CASE("the ring tells every change in order, and its counter goes on after a
   }
 }
 
-TEST_CASE("adoption keeps right pages of the epoch, frees the rest, and counts damage") {
+TEST_CASE("adoption keeps right pages of all epochs, frees the rest, and counts damage") {
   for (const VolumeMedium medium : kMedia) {
     VolumeFiles files(medium, shape_of({100, 50}), kVolumeBytes);
     auto volume = files.open();
@@ -432,16 +432,44 @@ TEST_CASE("adoption keeps right pages of the epoch, frees the rest, and counts d
     VolumeFiles::flip(files.metadata(), files.record_at(3) + 40);
     const uint64_t counter = files.word(files.header().ring_offset);
     volume = files.open();
-    const Recovery found = recover(*volume, 5);
-    CHECK(found.slots() == std::set<uint32_t>{0, 1, 4, 5, 6, 7});
+    const Recovery found = recover(*volume);
+    CHECK(found.slots() == std::set<uint32_t>{0, 1, 4, 5, 6, 7, 8});
     CHECK(found.damaged == 1);
+    CHECK(found.pages[1].label.epoch == 5);
+    CHECK(found.pages[6].label.epoch == 4);
     CHECK(found.pages[2].label.key == label_of("k4").key);
     CHECK(found.pages[2].generation == 2);
     CHECK(files.generation(3) == 3);
-    CHECK(files.generation(8) == 3);
+    CHECK(files.generation(8) == 2);
+    CHECK(read_key(*volume, 8, "old", 4) == Status::kOk);
     // Whoever follows the ring is told to read all records.
     CHECK(files.word(files.header().ring_offset) - counter > files.header().ring_entries);
-    CHECK(recover(*volume, 5).damaged == 0);
+    CHECK(recover(*volume).damaged == 0);
+  }
+}
+
+TEST_CASE("pages of one key in two epochs are both kept, and each is one of its own duplicates alone") {
+  for (const VolumeMedium medium : kMedia) {
+    VolumeFiles files(medium, shape_of({100}), kVolumeBytes);
+    auto volume = files.open();
+    REQUIRE(write_key(*volume, 1, "same", 7) == Status::kOk);
+    REQUIRE(write_key(*volume, 2, "same", 3) == Status::kOk);
+    REQUIRE(write_key(*volume, 3, "same", 7) == Status::kOk);
+    REQUIRE(write_key(*volume, 4, "same", 3) == Status::kOk);
+    const uint32_t slots[] = {1, 2, 3, 4};
+    const uint64_t stamps[] = {40, 10, 20, 30};
+    REQUIRE(volume->write_recency(slots, stamps, 4) == Status::kOk);
+    volume = files.open();
+    std::vector<RecoveredPage> pages;
+    RecoveryCounts counts;
+    REQUIRE(volume->recover(&pages, &counts) == Status::kOk);
+    REQUIRE(pages.size() == 2);
+    CHECK((pages[0].slot == 1 && pages[0].label.epoch == 7));
+    CHECK((pages[1].slot == 4 && pages[1].label.epoch == 3));
+    CHECK(counts.duplicate == 2);
+    CHECK(read_key(*volume, 1, "same", 3) == Status::kStale);
+    CHECK(read_key(*volume, 1, "same", 7) == Status::kOk);
+    CHECK(read_key(*volume, 4, "same", 3) == Status::kOk);
   }
 }
 
@@ -502,15 +530,14 @@ TEST_CASE("recovery says why slots were freed") {
     files.set_word(files.header().records_offset + 192 * 3 + 40, 5);  // its key
     std::vector<RecoveredPage> pages;
     RecoveryCounts counts;
-    REQUIRE(volume->recover(0, &pages, &counts) == Status::kOk);
+    REQUIRE(volume->recover(&pages, &counts) == Status::kOk);
     CHECK(pages.size() == 1);
     CHECK(counts.duplicate == 1);
     CHECK(counts.damaged == 1);
-    CHECK(counts.other_epoch == 0);
-    REQUIRE(volume->recover(9, &pages, &counts) == Status::kOk);
-    CHECK(pages.empty());
-    CHECK(counts.other_epoch == 1);
-    CHECK(counts.freed() == 1);
+    CHECK(counts.freed() == 2);
+    REQUIRE(volume->recover(&pages, &counts) == Status::kOk);
+    CHECK(pages.size() == 1);
+    CHECK(counts.freed() == 0);
   }
 }
 
@@ -651,7 +678,7 @@ TEST_CASE("a volume truncated under its writer gives BUS_FAULT and never a page"
       RecoveryCounts counts;
       CHECK(volume->retire(1) == Status::kBusFault);
       CHECK(volume->rewrite_and_check(1, scratch) == Status::kBusFault);
-      CHECK(volume->recover(0, &pages, &counts) == Status::kBusFault);
+      CHECK(volume->recover(&pages, &counts) == Status::kBusFault);
       CHECK(pages.empty());
       const uint64_t stamp = 1;
       CHECK(volume->write_recency(&slot, &stamp, 1) == Status::kBusFault);

@@ -133,7 +133,7 @@ void fuzz_volume(const uint8_t* data, size_t bytes) {
     }
     std::vector<RecoveredPage> pages;
     RecoveryCounts counts;
-    if (volume->recover(script.below(2), &pages, &counts) == Status::kOk) {
+    if (volume->recover(&pages, &counts) == Status::kOk) {
       STEPWELL_FUZZ_CHECK(pages.size() + counts.freed() + counts.worn <= header.slots);
       for (const RecoveredPage& page : pages) STEPWELL_FUZZ_CHECK(page.slot < header.slots);
     }

@@ -20,7 +20,7 @@ from store_kit import VOLUME_BYTES, Directories, OpenRig, Rig, chain
 def stamps_of(rig: Rig) -> dict[str, int]:
     """Return for each volume the highest stamp in it."""
     members = rig.store._tiers[Tier.DISK].members  # type: ignore[attr-defined]
-    return {member.held.volume_id: int(member.volume.recover(0)[9].max(initial=0)) for member in members}
+    return {member.held.volume_id: int(member.volume.recover()[9].max(initial=0)) for member in members}
 
 
 def in_its_place(kind: str, path: Path) -> None:

@@ -228,7 +228,7 @@ class World {
     index_->add_slots(member.tier, first, slots, true);
     std::vector<RecoveredPage> pages;
     RecoveryCounts found;
-    STRESS_CHECK(member.volume->recover(index_->epoch(), &pages, &found) == Status::kOk);
+    STRESS_CHECK(member.volume->recover(&pages, &found) == Status::kOk);
     std::vector<uint32_t> places;
     std::vector<Label> labels;
     std::vector<uint64_t> stamps;

@@ -44,6 +44,7 @@ POOL_SLOTS: Final = 64
 UNTOUCHED: Final = 0x5A
 """What a caller's memory is filled with where no byte may land any more."""
 EVERYTHING: Final = 1 << 30
+NOTHING_LEFT: Final = After({}, set(), {})
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class Caller:
         self.untouched = bytes([UNTOUCHED]) * self.page_bytes
         self.counted = dict.fromkeys(("looked up", "hits", "saved", "loaded", "evicted", "quarantined"), 0)
         self.epoch = 0
-        self.open(After({}, set()))
+        self.open(NOTHING_LEFT)
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
@@ -122,11 +123,18 @@ class Caller:
         self.tally.is_blind = self.tally.is_unsure = world.is_shared
         self.tally.has_failed = bool(found.damaged)
         self.begin_model()
-        here = self.dump()
-        if world.is_shared:
-            world.known_to_somebody(self.epoch, here)
-        else:
-            self.compare(found, here, at_least=at_least)
+        others = self.dump_others()
+        for epoch in {self.epoch, *found.others, *others}:
+            is_own = epoch == self.epoch
+            here = self.dump() if is_own else others.get(epoch, {})
+            left = found if is_own else found.others.get(epoch, NOTHING_LEFT)
+            if world.is_shared:
+                world.known_to_somebody(epoch, here)
+            else:
+                self.compare(left, here, at_least=at_least)
+            if not is_own and here:
+                self.model.appear_of(epoch, here, left.damaged)
+                self.tally.is_blind = True
         self.appear()
         for key, tier in found.damaged:
             self.model.damage(key, tier)
@@ -174,11 +182,17 @@ class Caller:
 
     def dump(self) -> dict[bytes, set[int]]:
         """Say which pages of the present epoch are resident where."""
-        here: dict[bytes, set[int]] = {}
+        return self._dump().get(self.epoch, {})
+
+    def dump_others(self) -> dict[int, dict[bytes, set[int]]]:
+        """Say by epoch which pages of others are resident where."""
+        return {epoch: here for epoch, here in self._dump().items() if epoch != self.epoch}
+
+    def _dump(self) -> dict[int, dict[bytes, set[int]]]:
+        here: dict[int, dict[bytes, set[int]]] = {}
         for tier in self.tiers:
             for key, epoch, _, _ in self.labels(tier).values():
-                if epoch == self.epoch:
-                    here.setdefault(key, set()).add(tier)
+                here.setdefault(epoch, {}).setdefault(key, set()).add(tier)
         return here
 
     def leaving_order(self, tier: int) -> list[bytes]:

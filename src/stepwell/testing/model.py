@@ -13,14 +13,15 @@ with `BrokenPromise` what no rule allows. The promises, each with the place wher
     6  Full is a value: a page is refused only where nothing more could leave. Pages that are saved together,
        and those that the store is carrying, do not leave for one another.                                 may_refuse
     7  What failed or was given up is as if it had not been begun.                                                see
-    8  The end of a process (not of the machine) keeps what was resident in shared memory and on disk, and
-       brings back nothing else.                                                                                crash
+    8  The end of a process (not of the machine) keeps what was resident in shared memory and on disk, of
+       whatever epoch, and brings back nothing else.                                                            crash
     9  A damaged page is found by who reads it, is quarantined, and is not offered again by this process.   find, see
     10 The page that leaves is the one used longest ago, and never before the pages that continue it; what
        no match can reach leaves first.                                                             _leave, _arrival
     11 What is forgotten is in no tier afterwards, but for what is pinned; evict and clear take only what may
        leave (Step.named, operations.py).                                                                      _leave
-    12 A page of another epoch is a miss, and pins end with their epoch.                                         turn
+    12 A page of another epoch is a miss, and pins end with their epoch. Once the epoch is its own again, also after
+       a restart, it is found unless it has left.                                                         turn, crash
     13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get has
        brought it, or found it damaged. It may end before where a tier needs the room and has nothing else to give, and
        does where probes would keep more of a tier than they may: what was asked for longest ago first. Forget and clear
@@ -89,10 +90,12 @@ class Found(NamedTuple):
 
 class After(NamedTuple):
     """What is left of a process: its pages, by tier; and copies that are damaged. Of these, what was in quarantine may
-    be found again, for nothing on the medium says so: who reads it finds the damage anew."""
+    be found again, for nothing on the medium says so: who reads it finds the damage anew. others: the same of other
+    epochs."""
 
     pages: dict[bytes, set[int]]
     damaged: set[tuple[bytes, int]]
+    others: dict[int, After]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -481,18 +484,20 @@ class StoreModel:
         self._empty()
         return known
 
-    def crash(self) -> After:
+    def crash(self, others: Mapping[int, Mapping[bytes, Collection[int]]]) -> After:
         """End the process, however: what it holds is gone with it (8).
 
+        Args:
+            others: where pages of other epochs are resident, by epoch: which of them have left is not followed.
+
         Returns:
-            What the next one finds: every page of this epoch that a lasting tier has, and no other.
+            What the next one finds: every page that a lasting tier has, and no other.
         """
         tiers = [tier for tier in self.lasting if tier != Tier.HOST]
-        found = After({}, set())
-        for key, page in self.pages.items():
-            if here := {tier for tier in tiers if page.at[tier] == RESIDENT}:
-                found.pages[key] = here
-            found.damaged.update((key, tier) for tier in tiers if page.damaged[tier] or page.at[tier] == QUARANTINED)
+        here = {key: [tier for tier in tiers if page.at[tier] == RESIDENT] for key, page in self.pages.items()}
+        found = After(_lasting(here, tiers), _damaged(self.pages, tiers), {})
+        for epoch, pages in self.others.items():
+            found.others[epoch] = After(_lasting(others.get(epoch, {}), tiers), _damaged(pages, tiers), {})
         self.others.clear()
         self._empty()
         return found
@@ -506,6 +511,18 @@ class StoreModel:
         self.asked.clear()
         self.courtesies.clear()
         self.carried.clear()
+
+    def appear_of(
+        self, epoch: int, pages: Mapping[bytes, Collection[int]], damaged: Collection[tuple[bytes, int]]
+    ) -> None:
+        """Take over the pages of another epoch that the tiers have after a restart, and which of them are damaged."""
+        self.others[epoch] = {
+            key: Page(
+                at=tuple(RESIDENT if tier in tiers else ABSENT for tier in range(TIERS)),
+                damaged=[(key, tier) in damaged for tier in range(TIERS)],
+            )
+            for key, tiers in pages.items()
+        }
 
     def appear(self, tier: int, keys: Sequence[bytes]) -> None:
         """Take over the pages that a tier has after a restart or a change of the epoch, the first to leave first."""
@@ -558,6 +575,19 @@ class StoreModel:
 
     def _lasts(self, page: Page | None) -> bool:
         return page is not None and any(page.at[tier] == RESIDENT for tier in self.lasting)
+
+
+def _lasting(pages: Mapping[bytes, Collection[int]], tiers: Collection[int]) -> dict[bytes, set[int]]:
+    return {key: here for key, at in pages.items() if (here := set(at).intersection(tiers))}
+
+
+def _damaged(pages: Mapping[bytes, Page], tiers: Collection[int]) -> set[tuple[bytes, int]]:
+    return {
+        (key, tier)
+        for key, page in pages.items()
+        for tier in tiers
+        if page.damaged[tier] or page.at[tier] == QUARANTINED
+    }
 
 
 def name(key: bytes) -> str:

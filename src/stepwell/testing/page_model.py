@@ -271,10 +271,12 @@ class PageModel:
                 if size == 0 or not page.holds or self._is_kept(after):
                     yield after
 
-    # Promise 8, of a store that was closed: what was acknowledged in a lasting tier is there again.
+    # Promise 8, of a store that was closed: what was acknowledged in a lasting tier is there again, of whatever epoch.
     def _restart(self, page: Page) -> Iterator[Page]:
-        copies = frozenset(copy for copy in page.copies if copy.epoch == page.epoch and copy.tier != Tier.HOST)
-        yield Page(epoch=page.epoch, copies=copies)
+        copies, promoted = (
+            frozenset(copy for copy in each if copy.tier != Tier.HOST) for each in (page.copies, page.promoted)
+        )
+        yield Page(epoch=page.epoch, copies=copies, promoted=promoted)
 
     # ---- what may have happened unseen ------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class World:
 
         Requires: it is the only one.
         """
-        found = caller.model.crash()
+        found = caller.model.crash(caller.dump_others())
         kept = self.directory / "kept"
         kept.mkdir()
         for each in (self.shared, self.disk):
@@ -181,8 +181,10 @@ class World:
 
     def reopen(self, caller: Caller) -> None:
         """Close the store and open it again: what had not arrived may have, or not."""
-        arriving = any(ARRIVING in page.at for page in caller.model.pages.values())
-        found = caller.model.crash()
+        model = caller.model
+        known = (page for pages in (model.pages, *model.others.values()) for page in pages.values())
+        arriving = any(ARRIVING in page.at for page in known)
+        found = model.crash(caller.dump_others())
         self._close(caller)
         caller.open(found, at_least=arriving)
 

@@ -22,7 +22,8 @@ from stepwell.index import Index, Tier
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a tier found when it opened, in pages: recovered and usable; damaged or duplicate, freed."""
+    """What a tier found when it opened, in pages: recovered and usable; damaged or duplicate, freed. Neither: those of
+    other epochs."""
 
     pages: int
     freed: int
@@ -67,9 +68,6 @@ class PageTier(Protocol):
         Returns:
             Pages that should be evicted from this tier now to have `high_pages` free; 0 where growing did it.
         """
-
-    def set_epoch(self, epoch: int) -> None:
-        """Recover only pages of this epoch from what is taken from now on."""
 
     def close(self, index: Index) -> None:
         """Give the memory up. Requires: the mover is joined, no page is pinned. Idempotent."""

@@ -9,7 +9,7 @@ Of a whole volume:
     format             another version of stepwell wrote it
     fingerprint        its pages are of another model, revision, dtype or shape
 Of pages:
-    epoch              of another epoch than the current one
+    epoch              of another epoch than the current one: kept for it, and the first to leave
     records            their record is damaged
     duplicate          another slot or volume has the key too
 """

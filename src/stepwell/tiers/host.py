@@ -82,8 +82,5 @@ class HostSlab:
         free = index.claimable(Tier.HOST)
         return high_pages - free if free < low_pages else 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Nothing is recovered here."""
-
     def close(self, index: Index) -> None:
         """Keep the slab until it is dropped: views of it may still be staged."""

@@ -102,7 +102,6 @@ class VolumeTier:
         name = tier.name.lower()
         self._tier = tier
         self._shape = shape
-        self._epoch = epoch
         self._clock = clock
         self._recency_seconds = recency_seconds
         self._is_durable = isinstance(config, DiskTier) and config.durability == "power"
@@ -162,7 +161,7 @@ class VolumeTier:
 
     @property
     def recovered_pages(self) -> int:
-        """Pages found again in volumes that were adopted."""
+        """Pages of the epoch found again in volumes that were adopted."""
         return self._recovered_pages
 
     @property
@@ -203,10 +202,6 @@ class VolumeTier:
 
     def _join_directory(self) -> TierDirectory:
         return TierDirectory(self._plan, CoreHeaders(self._shape), machine=self._machine)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Recover only pages of this epoch from volumes adopted from now on."""
-        self._epoch = epoch
 
     def open(self, index: Index) -> Recovered:
         """Join the directory; adopt orphans, warm; have at least one volume if there is room for one."""
@@ -633,9 +628,9 @@ class VolumeTier:
         """
         (
             slots, keys, key_lengths, parents, parent_lengths, parent_states, depths, kinds, epochs, stamps,
-            generations, other_epoch, duplicate, damaged,
-        ) = member.volume.recover(self._epoch)  # fmt: skip
-        if not self._has_its_pages(member.volume, slots, keys, key_lengths, kinds):
+            generations, duplicate, damaged,
+        ) = member.volume.recover()  # fmt: skip
+        if not self._has_its_pages(member.volume, slots, keys, key_lengths, kinds, epochs):
             return None
         has_left = self._debts.among(member.held.volume_id, slots, generations)
         stays = ~has_left
@@ -655,25 +650,30 @@ class VolumeTier:
         refused = slots[stays][accepted == 0]
         self._retire_free(member, np.concatenate([slots[has_left], refused]), index)
         duplicate += int(refused.size)
+        epoch = index.epoch
+        others = int(np.count_nonzero(epochs[stays][accepted != 0] != epoch))
         for reason, count, text in (
-            ("epoch", other_epoch, f"{other_epoch} pages are of another epoch than {self._epoch}; freed"),
+            ("epoch", others, f"{others} pages are of another epoch than {epoch}; kept for it until room is needed"),
             ("records", damaged, f"{damaged} records are damaged; freed"),
             ("duplicate", duplicate, f"{duplicate} pages are elsewhere too; freed"),
         ):
             if count:
                 self._directory.cold.note(member.held.volume_id, reason, text, count)
-        pages = int(accepted.sum())
+        pages = int(accepted.sum()) - others
         self._recovered_pages += pages
-        return Recovered(pages, other_epoch + duplicate + damaged)
+        return Recovered(pages, duplicate + damaged)
 
-    def _has_its_pages(self, volume: _core.Volume, slots: U32, keys: U8, key_lengths: U8, kinds: U8) -> bool:
+    @staticmethod
+    def _has_its_pages(
+        volume: _core.Volume, slots: U32, keys: U8, key_lengths: U8, kinds: U8, epochs: npt.NDArray[np.uint64]
+    ) -> bool:
         """Read one page of a volume; where it is not what its record says, a few more. One that is ends it."""
         if slots.size < LEAST_SAMPLED:
             return True
         row = np.empty(volume.header.page_bytes, dtype=np.uint8)
         for at in np.linspace(0, slots.size - 1, min(MOST_SAMPLED, slots.size)).astype(np.int64).tolist():
             key = keys[at, : key_lengths[at]].tobytes()
-            status = volume.read_page(int(slots[at]), row, key=key, kind=int(kinds[at]), epoch=self._epoch)
+            status = volume.read_page(int(slots[at]), row, key=key, kind=int(kinds[at]), epoch=int(epochs[at]))
             if status is not _core.Status.checksum:  # right, or it cannot be said now
                 return True
         return False
