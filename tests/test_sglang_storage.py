@@ -738,6 +738,58 @@ def test_what_was_computed_with_other_weights_is_never_a_hit_nor_after_a_restart
     assert again.batch_exists(later) == 0, "nobody knows which weights these were of"
 
 
+def take_version(weights: Any, version: str) -> None:
+    """Update the weights to a version, as an engine of one rank does."""
+    from stepwell.adapters.sglang.weights import OneRank
+
+    with weights.change(OneRank(can_agree=True)) as change:
+        change.finish(is_done=True, version=version)
+    weights.flushed()
+
+
+@pytest.mark.parametrize("tiers", ["shared", "disk"])
+def test_a_version_that_is_given_again_after_a_restart_hits_what_was_kept_under_it(
+    open_storage: Open, tiers: str
+) -> None:
+    """The engine starts with the weights that it was started with, and is told of the version once more."""
+    pool = MHATokenToKVPoolHost("page_first")
+    fill(pool)
+    keys = hashes(3)
+    for life in range(3):
+        storage = open_storage(pool, tiers=tiers)
+        weights = storage._weights
+        base = storage.batch_exists(keys)
+        assert base == (3 if life else 0), "pages of the start are those of the start"
+        if life:
+            assert all(storage.batch_get_v1(keys, pages_of(pool, 5, 6, 7)))
+            assert pool.element(6).tobytes() == pool.element(1).tobytes()
+        else:
+            assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+        take_version(weights, "1")
+        assert storage.batch_exists(keys) == 0, "no page was kept under version 1"
+        take_version(weights, "2")
+        assert storage.batch_exists(keys) == (3 if life else 0)
+        if life:
+            assert all(storage.batch_get_v1(keys, pages_of(pool, 5, 6, 7)))
+            assert pool.element(6).tobytes() == pool.element(4).tobytes(), "what was computed with version 2"
+        else:
+            assert all(storage.batch_set_v1(keys, pages_of(pool, 3, 4, 5)))
+        storage.close()
+        type(weights).__init__(weights)  # a new process
+
+
+def test_a_version_of_another_run_hits_nothing_after_a_restart(open_storage: Open) -> None:
+    pool, keys = MHATokenToKVPoolHost("page_first"), hashes(3)
+    for run, found in (("one", 0), ("another", 0), ("one", 3)):
+        storage = open_storage(pool, weights_id=run)
+        take_version(storage._weights, "2")
+        assert storage.batch_exists(keys) == found
+        assert all(storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2)))
+        weights = storage._weights
+        storage.close()
+        type(weights).__init__(weights)  # a new process
+
+
 @pytest.mark.parametrize("dim", [576, 656])
 def test_latents_of_odd_sizes_come_back(open_storage: Open, dim: int) -> None:
     """C089, sgl-project/sglang#31600."""

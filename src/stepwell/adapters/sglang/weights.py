@@ -5,8 +5,9 @@
          '-- never again --    '--+-- any further change, a failure ---------+--------------------------'
 
 A page may be served only to an engine whose weights computed it. Pages of the epoch *at the start* are found again
-after a restart, and those *of a version* by other engines that have taken it, so these names must say what the weights
-are; a *random* name is drawn where nobody knows, or knows yet, and its pages die with the process.
+after a restart, and those *of a version* by whoever takes it, another engine or this one after a restart, so these
+names must say what the weights are; a *random* name is drawn where nobody knows, or knows yet, and its pages are never
+found again: they are the first to leave.
 
 Four rules follow from what SGLang does:
 
