@@ -38,9 +38,9 @@ def key(number: int) -> bytes:
     return number.to_bytes(4, "big")
 
 
-def holding(*keys: bytes, tier: Tier = Tier.SHARED, lasting: tuple[Tier, ...] = (Tier.SHARED,)) -> StoreModel:
+def holding(*keys: bytes, tier: Tier = Tier.SHARED, keeping: tuple[Tier, ...] = (Tier.SHARED,)) -> StoreModel:
     """Return a model with pages in a tier, the first used longest ago."""
-    model = StoreModel(lasting)
+    model = StoreModel(keeping)
     for each in keys:
         model.see({each: at(**{str(tier): ARRIVING})}, Step(wanted=[each]))
         model.see({each: at(**{str(tier): RESIDENT})}, LANDS)
@@ -123,7 +123,7 @@ def test_a_pinned_page_does_not_leave() -> None:
 
 
 def test_a_page_that_is_on_its_way_elsewhere_does_not_leave() -> None:
-    model = holding(A, lasting=(Tier.SHARED, Tier.DISK))
+    model = holding(A, keeping=(Tier.SHARED, Tier.DISK))
     model.see({A: at(shared=RESIDENT, disk=ARRIVING)}, Step(wanted=[A]))
     with pytest.raises(BrokenPromise, match="pinned"):
         model.see({A: at(disk=ARRIVING)}, ROOM)
@@ -151,8 +151,8 @@ def test_nobody_leaves_where_no_room_was_made() -> None:
         holding(A).see({A: NOWHERE})
 
 
-def test_a_pin_keeps_the_last_lasting_copy_and_no_other() -> None:
-    model = holding(A, lasting=(Tier.SHARED, Tier.DISK))
+def test_a_pin_keeps_the_last_keeping_copy_and_no_other() -> None:
+    model = holding(A, keeping=(Tier.SHARED, Tier.DISK))
     model.see({A: at(shared=RESIDENT, disk=ARRIVING)}, Step(wanted=[A]))
     model.see({A: at(shared=RESIDENT, disk=RESIDENT)}, LANDS)
     assert model.hold([A, B]) == [A]
@@ -178,7 +178,7 @@ def test_a_page_that_is_not_damaged_is_not_quarantined() -> None:
 
 
 def test_a_match_ends_at_the_first_page_that_no_tier_has_and_says_why() -> None:
-    model = holding(A, lasting=(Tier.SHARED, Tier.DISK))
+    model = holding(A, keeping=(Tier.SHARED, Tier.DISK))
     model.see({B: at(shared=ARRIVING)}, Step(wanted=[B]))
     model.see({C: at(disk=ARRIVING)}, Step(wanted=[C]))
     both = [Tier.SHARED, Tier.DISK]
@@ -189,8 +189,8 @@ def test_a_match_ends_at_the_first_page_that_no_tier_has_and_says_why() -> None:
     assert tuple(model.find([A], [Tier.DISK])) == (0, [], 0, Miss.ABSENT)
 
 
-def test_a_crash_leaves_what_was_resident_in_a_lasting_tier() -> None:
-    model = holding(A, lasting=(Tier.SHARED, Tier.DISK))
+def test_a_crash_leaves_what_was_resident_in_a_keeping_tier() -> None:
+    model = holding(A, keeping=(Tier.SHARED, Tier.DISK))
     model.see({B: at(shared=ARRIVING)}, Step(wanted=[B]))
     model.see({C: at(host=ARRIVING)}, Step(wanted=[C]))
     model.see({C: at(host=RESIDENT)}, LANDS)
@@ -199,7 +199,7 @@ def test_a_crash_leaves_what_was_resident_in_a_lasting_tier() -> None:
 
 
 def test_a_crash_leaves_what_is_resident_in_other_epochs() -> None:
-    model = holding(A, B, lasting=(Tier.SHARED, Tier.DISK))
+    model = holding(A, B, keeping=(Tier.SHARED, Tier.DISK))
     model.damage(B, Tier.SHARED)
     model.turn(1)
     found = model.crash({0: {A: {Tier.HOST, Tier.SHARED}}})

@@ -155,8 +155,8 @@ class Caller:
 
     def begin_model(self) -> None:
         """Have the model know nothing."""
-        self.lasting = [int(tier) for tier in self.store._room.keeping]
-        self.model = StoreModel([Tier(tier) for tier in self.lasting], is_ordered=not self.world.is_shared)
+        self.keeping = [int(tier) for tier in self.store._room.keeping]
+        self.model = StoreModel([Tier(tier) for tier in self.keeping], is_ordered=not self.world.is_shared)
         self.model.epoch = self.epoch
         self.model.left = self.tally.evicted
 

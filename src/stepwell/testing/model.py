@@ -1,32 +1,59 @@
 """Say what stepwell promises: the whole store as a dict.
 
-Whoever reads only this file knows what a store does with a page. The model has no bytes, no threads and no slots. What
-is the store's to choose (which copy is made first, how many pages leave to make room) it is told in `see`; it refuses
-with `BrokenPromise` what no rule allows. The promises, each with the place where it is held to:
+Whoever reads only this file knows what a store does with a page. The model has no bytes and no threads, and counts
+slots without placing them. What is the store's to choose (which copy is made first, how many pages leave to make room)
+it is told in `see`; it refuses with `BrokenPromise` what no rule allows.
+
+Words. A page is the KV cache of some tokens of a prompt. Its key follows from its namespace (whose prompts these are)
+and from all tokens up to its last one: the pages of a prompt are a chain, in which each one continues its parent, and
+two namespaces share none. Tiers, the nearest to the computation first: DEVICE (its memory, where sequences also compute
+into slots of their own), HOST (memory of the process), SHARED (memory that outlives it), DISK. The keeping ones are
+those that saves write to: all but DEVICE. The epoch says with which weights a page was computed; its user sets it. A
+step is one call, or one round of the store's own work, as if nobody did anything else meanwhile; what threads see is
+held to the same rules by recorder.py, which looks for an order of their calls.
+
+    call                       what it does with pages
+    save, save_keys            wants each page of a chain in each keeping tier where it is ABSENT; makes room for it
+    match, load, load_keys     finds the leading run (5), pins it where it was found, brings its bytes to the caller,
+                               and may bring copies nearer, for which room is made
+    probe                      finds the run, keeps it (13), and may bring copies nearer
+    pin                        keeps the run in some tier until it is let go, or for a time
+    forget, evict, clear       take out the pages of a chain; those that are next to leave; all
+    set_epoch; open, crash     turn; appear, crash
+
+    what keeps a page          where                       until                             yields to
+    a match, a load (`pins`)   in the tier it was found    it is closed, its epoch ends      damage
+    a transfer (`claims`)      in every tier               it has ended                      damage
+    pin() (`holds`)            the last keeping copy       let go, its time, its epoch ends  damage
+    a probe (`asked`)          in every tier               see 13                            damage, room, forget, clear
+
+That what was asked for is also done (a save that was not refused arrives, a page that is forgotten leaves) is asked of
+the store by operations.py, in the words of this file. The promises, each with the place where it is held to:
 
     1  Immutable: a page is its key. Whoever saves a key that is here, or on its way, changes nothing.      claimable
     2  Resident means readable: complete, verified, of this epoch. Nothing is resident that did not arrive,
        nothing arrives that nobody wants, and after a step no page is LEAVING.                                    see
-    3  A pinned page stays where it is pinned. A pin() keeps the last lasting copy.                            _leave
-    4  Slots add up: free + arriving + resident + leaving + quarantined = capacity, and none is another's.    adds_up
+    3  A pinned page stays where it is pinned, unless it is found damaged. A pin() keeps the last copy in a
+       keeping tier.                                                                                           _leave
+    4  Slots add up: free + arriving + resident + leaving + quarantined = capacity.                           adds_up
     5  A match ends at the first page that no tier has. It says why, and finds each page in the nearest tier.    find
-    6  Full is a value: a page is refused only where nothing more could leave. Pages that are saved together,
-       and those that the store is carrying, do not leave for one another.                                 may_refuse
-    7  What failed or was given up is as if it had not been begun.                                                see
+    6  Full is returned, not raised: a page is refused only where nothing more could leave. Pages that are
+       saved together, and those that the store is carrying, do not have to leave for one another.         may_refuse
+    7  A page whose transfer failed, or was given up, is ABSENT there, as before it.                               see
     8  The end of a process (not of the machine) keeps what was resident in shared memory and on disk, of
        whatever epoch, and brings back nothing else.                                                            crash
-    9  A damaged page is found by who reads it, is quarantined, and is not offered again by this process.   find, see
-    10 The page that leaves is the one used longest ago, and never before the pages that continue it; what
-       no match can reach leaves first.                                                             _leave, _arrival
+    9  A damaged copy is found by who reads it, is quarantined, and is not offered again by this process; the
+       other tiers' copies are.                                                                             find, see
+    10 The page that leaves is the one used longest ago, and never before a page that continues it and may
+       leave; one whose parent is nowhere when it arrives leaves first.                              _leave, _arrival
     11 What is forgotten is in no tier afterwards, but for what is pinned; evict and clear take only what may
        leave (Step.named, operations.py).                                                                      _leave
-    12 A page of another epoch is a miss, and pins end with their epoch. Once the epoch is its own again, also after
-       a restart, it is found unless it has left.                                                         turn, crash
-    13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get has
-       brought it, or found it damaged. It may end before where a tier needs the room and has nothing else to give, and
-       does where probes would keep more of a tier than they may: what was asked for longest ago first. Forget and clear
-       end it.
-                                                                                                   ask, deliver, _leave
+    12 A page of another epoch is a miss, and pins end with their epoch. Once the epoch is its own again, also
+       after a restart, it is found unless it has left.                                                   turn, crash
+    13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get
+       has brought it, or found it damaged. It may end before where a tier needs the room and has nothing else
+       to give, and does where probes would keep more of a tier than they may: what was asked for longest ago
+       first. Forget and clear end it.                                                             ask, deliver, keep
 
 A page is used by every look-up that finds it, every save that names it, and every pin(). What a load delivers, and that
 no byte lands after its deadline or in memory that was given back, is held to in caller.py; it compares bytes. `world`
@@ -72,7 +99,7 @@ class Page:
     claims: int = 0  # of transfers that bring it somewhere: they hold it in every tier
     holds: int = 0  # of pin()
     damaged: list[bool] = field(default_factory=lambda: [False] * TIERS)  # nobody has read it since
-    is_left: bool = False  # whoever brings it has given it up: it comes, and holds nothing
+    is_left: bool = False  # whoever brings it has given it up (caller.py): it comes, and keeps nothing
 
     def is_pinned(self, tier: int) -> bool:
         """Say whether it must stay in a tier: somebody reads it there, or it is on its way to another."""
@@ -80,7 +107,8 @@ class Page:
 
 
 class Found(NamedTuple):
-    """What a match says: pages of the prefix, the tier of each, pages behind it that are on their way, why it ends."""
+    """What a match says: pages of the prefix, the tier of each, how many more it would be once those that are on their
+    way have arrived, why it ends."""
 
     pages: int
     tiers: list[int]
@@ -104,7 +132,7 @@ class Step(msgspec.Struct, frozen=True):
     wanted: pages that may be brought somewhere. named: pages that the caller takes out himself. room: others may leave
     for them. lands: what is on its way may arrive. gives_up: it may be lost on the way. mends: quarantined slots may be
     freed. fails: calls on files fail, so that a page may be found unreadable. returns: pages that may appear, by tier,
-    for a volume was adopted. spares: what probes keep stays, whatever room is made.
+    for a volume was adopted. spares: what probes keep stays, whatever room is made: nobody waits for that room.
     """
 
     wanted: Collection[bytes] = ()
@@ -124,16 +152,17 @@ NOTHING = Step()
 class StoreModel:
     """A store's pages of the present epoch, and what is known of those of others.
 
-    Invariant: `order[tier]` has the resident pages of a tier that may leave, the first to leave first; of two pages of
-    one chain, the one that continues the other stands before it.
+    Invariant: `order[tier]` has the resident pages of a tier but those that a pin() has there alone, the first to leave
+    first; of two pages of one chain, the one that continues the other stands before it. Pinned ones keep their place,
+    and are passed by.
 
     Args:
-        lasting: the tiers that a save writes to and that pin() keeps pages in.
+        keeping: the tiers that a save writes to and that pin() keeps pages in.
         is_ordered: whether everything that uses pages goes through this model; else who leaves first is not judged.
     """
 
-    def __init__(self, lasting: Sequence[Tier], *, is_ordered: bool = True) -> None:
-        self.lasting = [int(tier) for tier in lasting]
+    def __init__(self, keeping: Sequence[Tier], *, is_ordered: bool = True) -> None:
+        self.keeping = [int(tier) for tier in keeping]
         self.is_ordered = is_ordered
         self.epoch = 0
         self.pages: dict[bytes, Page] = {}
@@ -145,8 +174,10 @@ class StoreModel:
         self.quarantined = 0
         self.holds: dict[bytes, int] = {}  # last page of a pinned chain -> pins
         self.asked: dict[bytes, float] = {}  # pages that probes keep, until when: those asked for longest ago first
-        self.courtesies: set[bytes] = set()  # pages that stay if that costs nobody anything
-        self.carried: set[bytes] = set()  # pages that the store brings nearer by itself: they stay until that has ended
+        # Pages that may stay while others leave that were used later, as those of probes may: those of sequences, whose
+        # pins are not all seen (sequence_world.py), and those that the store brings nearer by itself (caller.py).
+        self.courtesies: set[bytes] = set()
+        self.carried: set[bytes] = set()
 
     # ---- what can be asked -------------------------------------------------------------------------------------------
 
@@ -158,7 +189,7 @@ class StoreModel:
     def nearest(self, key: bytes, usable: Sequence[int]) -> tuple[int | None, Miss]:
         """Say in which tier a page is read, the one nearest to the computation; or why in none. usable: in order."""
         states = self.states(key)
-        if states is NOWHERE:
+        if states == NOWHERE:
             return None, Miss.ABSENT
         is_pending = is_quarantined = False
         for tier in usable:
@@ -202,10 +233,10 @@ class StoreModel:
         )
 
     def kept(self, keys: Iterable[bytes]) -> int:
-        """Count the leading pages that a lasting tier has: what a pin() of them keeps now."""
+        """Count the leading pages that a keeping tier has: what a pin() of them keeps now."""
         count = 0
         for key in keys:
-            if not self._lasts(self.pages.get(key)):
+            if not self._is_kept(self.pages.get(key)):
                 break
             count += 1
         return count
@@ -258,7 +289,8 @@ class StoreModel:
             self.forget_unknown(keys)
 
     def use_keys(self, keys: Sequence[bytes]) -> None:
-        """Use pages given by their keys: each, as far as nobody has said that the next one continues it."""
+        """Use pages given by their keys, in turn: of those that are known to follow one another the last one alone,
+        which takes the others with it."""
         for place, key in enumerate(keys):
             after = self.pages.get(keys[place + 1]) if place + 1 < len(keys) else None
             if after is None or after.parent != key:
@@ -298,7 +330,7 @@ class StoreModel:
         return chain
 
     def unhold(self, chain: Sequence[bytes]) -> None:
-        """End a pin(): its pages may leave again, as ones just used."""
+        """End a pin(): its pages may leave again; those that it had kept from leaving, as ones just used."""
         if not chain or chain[-1] not in self.holds:
             return
         self.holds[chain[-1]] -= 1
@@ -343,7 +375,14 @@ class StoreModel:
     # ---- moves -------------------------------------------------------------------------------------------------------
 
     def see(self, now: Mapping[bytes, States], step: Step = NOTHING) -> None:
-        """Take over what pages are now, in each tier, after a step; refuse what the step may not have done."""
+        """Take over what pages are now, in each tier, after a step; refuse what the step may not have done.
+
+        A page that left a tier and is wanted there again within one step (RESIDENT, then ARRIVING) does both: it leaves
+        first, and may then be a new page.
+
+        Args:
+            now: every page that has changed, at least.
+        """
         gone: list[list[bytes]] = [[] for _ in range(TIERS)]
         moves: list[tuple[bytes, int, int]] = []
         for key, states in now.items():
@@ -426,8 +465,8 @@ class StoreModel:
             self._put(self.pages[key], tier, ABSENT)
         for key in gone:
             self._settle(key)
-            if tier in self.lasting and self.pages[key].holds and not self._lasts(self.pages[key]):
-                raise BrokenPromise(f"page {name(key)} left {Tier(tier)}: pin() kept it, and no lasting tier has it")
+            if tier in self.keeping and self.pages[key].holds and not self._is_kept(self.pages[key]):
+                raise BrokenPromise(f"page {name(key)} left {Tier(tier)}: pin() kept it, and no keeping tier has it")
 
     def _place(self, tier: int, key: bytes) -> int:
         return self.order[tier].index(key) if key in self.order[tier] else -1
@@ -435,7 +474,7 @@ class StoreModel:
     def _settle(self, key: bytes) -> None:
         """Have the page stand in the order of each tier where it may leave, and only there."""
         page = self.pages[key]
-        kept = [tier for tier in self.lasting if page.at[tier] == RESIDENT] if page.holds else []
+        kept = [tier for tier in self.keeping if page.at[tier] == RESIDENT] if page.holds else []
         for tier, order in enumerate(self.order):
             may_leave = page.at[tier] == RESIDENT and kept != [tier]
             if may_leave == (key in order):
@@ -491,13 +530,13 @@ class StoreModel:
             others: where pages of other epochs are resident, by epoch: which of them have left is not followed.
 
         Returns:
-            What the next one finds: every page that a lasting tier has, and no other.
+            What the next one finds: every page that a keeping tier other than HOST has, and no other.
         """
-        tiers = [tier for tier in self.lasting if tier != Tier.HOST]
+        tiers = [tier for tier in self.keeping if tier != Tier.HOST]
         here = {key: [tier for tier in tiers if page.at[tier] == RESIDENT] for key, page in self.pages.items()}
-        found = After(_lasting(here, tiers), _damaged(self.pages, tiers), {})
+        found = After(_here(here, tiers), _damaged(self.pages, tiers), {})
         for epoch, pages in self.others.items():
-            found.others[epoch] = After(_lasting(others.get(epoch, {}), tiers), _damaged(pages, tiers), {})
+            found.others[epoch] = After(_here(others.get(epoch, {}), tiers), _damaged(pages, tiers), {})
         self.others.clear()
         self._empty()
         return found
@@ -573,11 +612,11 @@ class StoreModel:
             yield key
             key = self.pages[key].parent if key in self.pages else None
 
-    def _lasts(self, page: Page | None) -> bool:
-        return page is not None and any(page.at[tier] == RESIDENT for tier in self.lasting)
+    def _is_kept(self, page: Page | None) -> bool:
+        return page is not None and any(page.at[tier] == RESIDENT for tier in self.keeping)
 
 
-def _lasting(pages: Mapping[bytes, Collection[int]], tiers: Collection[int]) -> dict[bytes, set[int]]:
+def _here(pages: Mapping[bytes, Collection[int]], tiers: Collection[int]) -> dict[bytes, set[int]]:
     return {key: here for key, at in pages.items() if (here := set(at).intersection(tiers))}
 
 

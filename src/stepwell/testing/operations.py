@@ -113,7 +113,7 @@ class Operations:
         if slots is None:
             return False
         model, keys = it.model, named.keys
-        model.use_path(keys[: model.find(keys, it.lasting).pages])
+        model.use_path(keys[: model.find(keys, it.keeping).pages])
         before = [model.states(key) for key in keys]
         with self.pinned(it, keys):
             result = it.store.save(named.tokens, source=it.fill(slots, keys), namespace=named.namespace)
@@ -129,8 +129,8 @@ class Operations:
     def pinned(self, it: Caller, keys: Sequence[bytes]) -> Iterator[None]:
         """Have the model keep inside the `with` block what a save finds of its own chain, in all tiers together and in
         each: making room for the tail does not take the head."""
-        alone = [[tier] for tier in it.lasting] if len(it.lasting) > 1 else []
-        runs = [it.model.find(keys, tiers) for tiers in (it.lasting, *alone)]
+        alone = [[tier] for tier in it.keeping] if len(it.keeping) > 1 else []
+        runs = [it.model.find(keys, tiers) for tiers in (it.keeping, *alone)]
         for change in (+1, -1):
             for found in runs:
                 it.model.pin(keys[: found.pages], found.tiers, change)
@@ -155,9 +155,9 @@ class Operations:
         if it.world.is_failing:
             return
         looked_at = len(keys) - result.refused
-        free = {tier: it.index.claimable(tier) for tier in it.lasting}
+        free = {tier: it.index.claimable(tier) for tier in it.keeping}
         for row, key in enumerate(keys):
-            lacking = it.model.claimable(key, it.lasting)
+            lacking = it.model.claimable(key, it.keeping)
             if it.world.shape.selective:
                 lacking = [tier for tier in lacking if tier != Tier.DISK]
             if row > looked_at:
@@ -421,7 +421,7 @@ class Operations:
         if slots is None:
             return False
         model = it.model
-        run = keys[: model.find(keys, it.lasting).pages]
+        run = keys[: model.find(keys, it.keeping).pages]
         model.use_keys(run)
         model.claim(run, +1)
         before = [model.states(key) for key in keys]
@@ -441,7 +441,7 @@ class Operations:
                 first_of_chain=first == 0,
             )
         for key, outcome, states in zip(keys, outcomes.tolist(), before, strict=True):
-            here = [model.states(key)[tier] for tier in it.lasting]
+            here = [model.states(key)[tier] for tier in it.keeping]
             if outcome == SaveOutcome.STORED and RESIDENT not in here and not it.may_lose:
                 raise BrokenPromise(f"page {name(key)} was stored, and is nowhere")
             if outcome == SaveOutcome.PRESENT and not any(states):
