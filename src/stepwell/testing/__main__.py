@@ -20,6 +20,7 @@ from stepwell.testing.driver import (
     Failure,
     NoPlaceError,
     Totals,
+    collect_seldom,
     command,
     place,
     read,
@@ -296,4 +297,5 @@ def run_seed(given: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     sys.exit(main())

@@ -22,7 +22,7 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from stepwell.testing.driver import Failure, NoPlaceError, Totals, episode, read, replay, show
+from stepwell.testing.driver import Failure, NoPlaceError, Totals, collect_seldom, episode, read, replay, show
 
 _AHEAD: Final = 2
 """Episodes that are begun, for each worker, before the first one has come back: they are not equally long."""
@@ -177,6 +177,7 @@ def main(seed: int) -> int:
     """Be a worker: run the episodes whose numbers come in. Returns the exit code."""
     logging.disable(logging.ERROR)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    collect_seldom()
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # what prints does not come between the lines
         for line in sys.stdin:
