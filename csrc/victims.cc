@@ -102,4 +102,10 @@ size_t Victims::free_with_records() {
   return slots.size();
 }
 
+void Victims::owe() {
+  if (!slots_.empty()) index_->owe_slots(tier_, slots_.data(), slots_.size());
+  owed_ += slots_.size();
+  slots_.clear();
+}
+
 }  // namespace stepwell

@@ -17,7 +17,7 @@
 
 namespace stepwell {
 
-// Invariant: each slot is freed, or owed, once, by free(), free_with_records() or ~Victims().
+// Invariant: each slot is freed, or owed, once, by free(), free_with_records(), owe() or ~Victims().
 // Threads: one at a time.
 class Victims {
  public:
@@ -54,6 +54,9 @@ class Victims {
   size_t free();
   // Frees the slots and leaves the records, so that a restart finds the pages again.
   size_t free_with_records();
+  // Has the slots owed and calls no file: for who must not stand in a disk that hangs; Index::take_owed() has them then.
+  // Nothing the second time.
+  void owe();
 
  private:
   Index* index_;

@@ -605,6 +605,15 @@ void bind_index(nb::module_& module) {
           nb::arg("tier"), nb::arg("n"), nb::arg("medium"), Release(),
           "Try again to retire the records of up to n slots that are owed. Return how many are free now.")
       .def(
+          "reclaim",
+          [](Index& self, int tier, uint32_t n, Medium* medium) {
+            Victims victims(&self, medium, to_tier(tier));
+            victims.take_owed(n, kNoSlot);
+            return victims;
+          },
+          nb::arg("tier"), nb::arg("n"), nb::arg("medium"), Release(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 4>(),
+          "Take up to n slots that are owed, as evict() takes pages: in turn.")
+      .def(
           "evict",
           [](Index& self, int tier, uint32_t n, Medium* medium) {
             Victims victims(&self, medium, to_tier(tier));
@@ -913,6 +922,8 @@ void bind_index(nb::module_& module) {
       .def_prop_ro("error", &Victims::error, "errno of the last such call; 0: there is none, or it is not known.")
       .def("free", &Victims::free, Release(),
            "Retire the records, then free the slots. Return how many are free; none the second time.")
+      .def("owe", &Victims::owe, Release(),
+           "Have the slots owed without a call on a file: who retires their records gets them by reclaim().")
       .def(
           "__enter__", [](Victims& self) -> Victims& { return self; }, nb::rv_policy::reference)
       .def(

@@ -2,6 +2,7 @@
 
     page leaves -> its record is retired -> slot free
                 -> the record cannot be written (EIO, ENOSPC) -> slot owed -> tried again -> slot free
+                -> dropped from the disk by a call of the store's user -> slot owed -> the tier's round retires it
 
 An owed slot is nobody's: a page written there would be served, but one that never comes would leave the record as it
 is, and after a crash a page that was forgotten would be found again. The index counts it as leaving.
@@ -19,7 +20,7 @@ from stepwell.clock import Backoff, Clock
 from stepwell.index import Index, Tier
 
 _LOG = logging.getLogger("stepwell")
-_AT_ONCE: Final = 256
+RECORDS_AT_ONCE: Final = 256
 """Records that a round retires at most: on a disk a write each, some milliseconds in all."""
 _SAY_AGAIN_SECONDS: Final = 60.0
 
@@ -29,7 +30,8 @@ class _Tried:
     """What came of it in one tier.
 
     retries: of owed slots. room: evictions of which no slot came free. failures: calls to retire the records of pages
-    that left which failed; errno: of the last one, until somebody asked for it.
+    that left which failed; errno: of the last one, until somebody asked for it. in_hand: slots that were owed, and
+    whose records are being retired: for long, where the disk hangs. turns: how often some were taken in hand.
     """
 
     retries: Backoff = field(default_factory=Backoff)
@@ -37,12 +39,14 @@ class _Tried:
     said_at: float = float("-inf")
     failures: int = 0
     errno: int = 0
+    in_hand: int = 0
+    turns: int = 0
 
 
 class Owed:
     """When to try again in each tier.
 
-    Threads: retry() by the tier's round; the others any.
+    Threads: retry() and reclaim() by the tier's round; the others any.
     """
 
     def __init__(self, index: Index, clock: Clock) -> None:
@@ -61,8 +65,9 @@ class Owed:
         if not tried.retries.is_due(now):
             return
         # One first: a disk that refuses may take seconds to say so. It is another one each time.
-        if self._index.retry_owed(tier, 1, medium):
-            self._index.retry_owed(tier, _AT_ONCE, medium)
+        tried_one = self.reclaim(tier, 1, medium)
+        if tried_one.owed < tried_one.size:
+            self.reclaim(tier, RECORDS_AT_ONCE, medium)
             self.forget(tier)
             return
         tried.retries.failed(now)
@@ -75,6 +80,27 @@ class Owed:
                 tier,
                 owed,
             )
+
+    def reclaim(self, tier: Tier, slots: int, medium: _core.Medium) -> _core.Victims:
+        """Retire the records of up to so many owed slots, in turn, and free those. Returns what became of them."""
+        tried = self._tried[tier]
+        tried.turns += 1
+        tried.in_hand = slots
+        try:
+            with self._index.reclaim(tier, slots, medium) as victims:
+                victims.free()
+                return victims
+        finally:
+            tried.in_hand = 0
+
+    def count(self, tier: Tier) -> int:
+        """Say how many slots are owed: those whose records are being retired count until they are."""
+        tried = self._tried[tier]
+        while True:
+            before = tried.in_hand, tried.turns
+            counts = self._index.counts(tier)
+            if before == (tried.in_hand, tried.turns):  # else they may count neither here nor there
+                return min(counts["leaving"], counts["owed"] + before[0])
 
     def most_to_evict(self, tier: Tier, pages: int) -> int:
         """Say how many of `pages` may be evicted to make room: all, but where the last ones left no slot free one at a

@@ -19,7 +19,7 @@ from stepwell.health import Health, TierState, most_quarantined
 from stepwell.index import ClaimOutcome, Index, Tier, tier_mask
 from stepwell.keeper import Keepers
 from stepwell.mover import Full
-from stepwell.owed import Owed
+from stepwell.owed import RECORDS_AT_ONCE, Owed
 from stepwell.seen import Seen
 from stepwell.stats import Counters
 from stepwell.tiers.base import PageTier
@@ -32,6 +32,10 @@ _DISK_BIT: Final = tier_mask(Tier.DISK)
 _MENDED_AT_ONCE: Final = 16
 _MEND_TRIES: Final = 6
 """Tries after which a slot that cannot be rewritten and read back is retired; with the waits below, 31 seconds."""
+LEAVING_SECONDS: Final = 10.0
+"""What who drops pages of the disk waits at most for their records to be retired: as who waits for a transfer there."""
+_RECLAIM_SECONDS: Final = 1.0
+"""What a round spends at most on retiring the records of what was dropped; the rest is the next one's."""
 _MOST_PINNED: Final = 0.75
 """Of the pages that a tier has room for now: what may be pinned where it cannot grow."""
 
@@ -82,8 +86,10 @@ class Room:
         self._growth = threading.Condition()
         # GUARDED_BY(_growth), by tier: free slots asked for since the last round, of new memory, and of what leaves;
         # how many asked, and were answered; and whose round did not answer in time: nobody waits for it until it does.
+        # And slots that are owed because their pages were dropped by who does not call files.
         self._wanted: dict[Tier, int] = {}
         self._wanted_gone: dict[Tier, int] = {}
+        self._dropped: dict[Tier, int] = {}
         self._asked = dict.fromkeys(Tier, 0)
         self._answered = dict.fromkeys(Tier, 0)
         self._silent: set[Tier] = set()
@@ -188,8 +194,8 @@ class Room:
 
         Args:
             patience: seconds to wait for the keeper to take memory, where there may be some.
-            is_bound: not to wait longer, come what may: where evicting writes to files, the keeper does it, for a disk
-                that hangs would keep who does.
+            is_bound: not to wait longer, come what may. Else LEAVING_SECONDS more, where evicting writes to files: the
+                keeper does that, for a disk that hangs would keep who does.
         """
         if pages <= self._index.claimable(tier) or not self.health.is_writable(tier):
             return
@@ -198,8 +204,8 @@ class Room:
             patience = give_up_at - time.monotonic()
             if self._grows(tier, pages, patience):
                 continue
-            if is_bound and tier is Tier.DISK and self.keeper is not None and self.keeper.is_running:
-                self._ask_keeper(tier, patience, gone=pages)
+            if self._is_left_to_round(tier):
+                self._ask_keeper(tier, patience if is_bound else LEAVING_SECONDS, gone=pages)
             else:
                 self._make_leave(tier, pages)
                 self.wake_keeper()
@@ -219,9 +225,16 @@ class Room:
     def _evict_for_room(self, tier: Tier, pages: int) -> None:
         """Evict as evict() does, but not in vain: see Owed."""
         while (most := self.owed.most_to_evict(tier, pages)) > 0:
-            if self.evict(tier, most) < most:
-                return
+            with self._index.evict(tier, most, self.medium(tier)) as victims:
+                self._retire(tier, victims)
+                self._counters.evicted(tier, victims.size)
+                if victims.size < most:
+                    return
             pages -= most
+
+    def _is_left_to_round(self, tier: Tier) -> bool:
+        """Whether records of a tier's pages are retired by its round alone, and not by who calls the store."""
+        return tier is Tier.DISK and self.keeper is not None and self.keeper.is_running
 
     def wake_keeper(self) -> None:
         """Ask for a round of the keeper, if there is one."""
@@ -235,9 +248,11 @@ class Room:
             return False
         return self._ask_keeper(tier, patience, grown=pages) and place.may_grow
 
-    def _ask_keeper(self, tier: Tier, patience: float, *, grown: int = 0, gone: int = 0) -> bool:
-        """Ask a tier's round for free slots, of new memory or of what leaves. Returns whether it has answered within
-        `patience` seconds."""
+    def _ask_keeper(self, tier: Tier, patience: float, *, grown: int = 0, gone: int = 0, dropped: int = 0) -> bool:
+        """Ask a tier's round for free slots: of new memory, of what leaves, or of what was dropped and is owed.
+
+        Returns: whether it has answered within `patience` seconds.
+        """
         keeper = self.keeper
         if keeper is None:
             return False
@@ -245,30 +260,59 @@ class Room:
             for wanted, pages in ((self._wanted, grown), (self._wanted_gone, gone)):
                 if pages:
                     wanted[tier] = max(pages, wanted.get(tier, 0))
+            self._dropped[tier] = self._dropped.get(tier, 0) + dropped
             self._asked[tier] += 1
             mine = self._asked[tier]
             keeper.wake()
-            if patience <= 0 or not keeper.is_running or tier in self._silent:
+            if patience <= 0 or not keeper.is_running or tier in self._silent or self.health.is_stuck(tier):
                 return False
-            if not self._growth.wait_for(lambda: self._answered[tier] >= mine, patience):
+            self._growth.wait_for(lambda: self._answered[tier] >= mine or not keeper.is_running, patience)
+            if self._answered[tier] < mine:
                 self._silent.add(tier)
                 return False
             return True
+
+    def end_waits(self) -> None:
+        """Let who waits for a round go: there is none any more."""
+        with self._growth:
+            self._growth.notify_all()
 
     def take_memory(self, tier: Tier) -> None:
         """Take the memory that was asked for since the last round, and make the room. The tier's round."""
         with self._growth:
             asked, pages, gone = self._asked[tier], self._wanted.pop(tier, 0), self._wanted_gone.pop(tier, 0)
+            dropped = self._dropped.pop(tier, 0)
+        left = 0
         try:
             if pages and self.is_writable(tier):
                 self._tiers[tier].grow(self._index, pages)
+            left = self._reclaim(tier, dropped)
             if gone and self.is_writable(tier):
                 self._make_leave(tier, gone)
         finally:
             with self._growth:
-                self._answered[tier] = asked
+                if left:
+                    self._dropped[tier] = self._dropped.get(tier, 0) + left
+                    self.wake_keeper()
+                else:
+                    self._answered[tier] = asked
                 self._silent.discard(tier)
                 self._growth.notify_all()
+
+    def _reclaim(self, tier: Tier, slots: int) -> int:
+        """Retire the records of slots that are owed because their pages were dropped. The tier's round.
+
+        Returns: how many are left for the next round; none where the disk refuses: they are tried as all that are owed.
+        """
+        medium = self.medium(tier)
+        until = self._clock.monotonic() + _RECLAIM_SECONDS
+        while slots > 0 and medium is not None and self._clock.monotonic() < until:
+            victims = self.owed.reclaim(tier, min(slots, RECORDS_AT_ONCE), medium)
+            self.owed.note(tier, victims)
+            if victims.owed == victims.size:
+                return 0
+            slots -= victims.size
+        return slots if medium is not None else 0
 
     def tend(self, tier: Tier, *, low: float, high: float) -> bool:
         """Do a tier's background round: take memory, make room ahead of need, mend; or try it, where it does not serve.
@@ -305,12 +349,15 @@ class Room:
             return
         self._evict_for_room(tier, self._tiers[tier].tick(self._index, low_pages=low_pages, high_pages=high_pages))
 
-    def evict(self, tier: Tier, pages: int) -> int:
-        """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went."""
+    def evict(self, tier: Tier, pages: int, *, patience: float | None = None) -> int:
+        """Take up to `pages` unpinned pages of lowest rank out of a tier. Returns how many went.
+
+        Args: patience: see _free().
+        """
         if pages <= 0 or not (tier in self._tiers or (tier is Tier.DEVICE and self.has_device)):
             return 0
         with self._index.evict(tier, pages, self.medium(tier)) as victims:
-            return self._free(tier, victims)
+            return self._free(tier, victims, patience)
 
     def forget(self, name_space: int, tokens: npt.NDArray[np.int32], keep_pages: int) -> int:
         """Take the unpinned pages of a chain past its first ones out of every tier, but for those that a match wants
@@ -325,25 +372,37 @@ class Room:
             self._index.forget(victims, name_space, tokens, keep_pages)
             return sum(self._free(tier, each) for tier, each in zip(tiers, victims, strict=True))
 
-    def _free(self, tier: Tier, victims: _core.Victims) -> int:
-        """Let the slots of victims be given to other pages, but for those that are owed.
+    def _free(self, tier: Tier, victims: _core.Victims, patience: float | None = None) -> int:
+        """Let the slots of victims be given to other pages, but for those that are owed. By who calls the store.
+
+        Records on disk are retired by the tier's round, for a disk that hangs would keep who does: the slots are owed
+        until then.
+
+        Args: patience: seconds to wait for that at most; None: LEAVING_SECONDS.
 
         Returns:
             How many pages went.
         """
+        self._counters.evicted(tier, victims.size)
+        if not self._is_left_to_round(tier):
+            self._retire(tier, victims)
+        elif victims.size:
+            victims.owe()
+            self._ask_keeper(tier, LEAVING_SECONDS if patience is None else patience, dropped=victims.size)
+        return victims.size
+
+    def _retire(self, tier: Tier, victims: _core.Victims) -> None:
+        """Retire the records of victims here and now, and free their slots, but for those that are owed."""
         victims.free()
         self.owed.note(tier, victims)
-        if victims.size:
-            self._counters.evicted(tier, victims.size)
-        return victims.size
 
     def full(self, tier: Tier, needed: int) -> Full:
         """Say with numbers that a tier is full."""
         counts = self._index.counts(tier)
         place = self._tiers.get(tier)
         why = self.health.of(tier).reason or (place.why_empty if isinstance(place, VolumeTier) else "")
-        if not why and counts["owed"]:
-            why = f"{counts['owed']} slots are out of use until the records of the pages before can be written"
+        if not why and (owed := self.owed.count(tier)):
+            why = f"{owed} slots are out of use until the records of the pages before can be written"
         return Full(
             tier=tier.name.lower(),
             needed=needed,

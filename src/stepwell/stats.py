@@ -27,7 +27,8 @@ class TierStats:
     """One tier, in pages (free + arriving + resident + leaving + quarantined = capacity) and bytes copied since open.
 
     pinned: resident pages that a lease or transfer holds. held: those whose last lasting copy a pin() keeps here.
-    owed: slots of `leaving` that stay out of use until the record of the page before can be written.
+    owed: slots of `leaving` that stay out of use until the record of the page before is written: a crash before that
+        brings the page back.
     bytes_read, bytes_written: payload.
     recovered: pages found again in volumes that were adopted. cold: what was not, by reason (docs/directories.md):
     volumes that could not be used, and for epoch, records and duplicate, pages. Those of another epoch are resident.
@@ -212,6 +213,8 @@ class Counters:
 
     def evicted(self, tier: Tier, pages: int) -> None:
         """Count pages dropped from a tier."""
+        if not pages:
+            return
         with self.lock:
             self.evicted_pages[tier] = self.evicted_pages.get(tier, 0) + pages
 

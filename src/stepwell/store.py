@@ -275,8 +275,8 @@ class PageStore:
 
         Returns:
             SaveResult. Pages that are here already, or that another caller is bringing, are not copied again. Never
-            waits for bytes; for memory that a tier has not taken yet, up to two seconds. `source` may be overwritten
-            once `result.transfer.source_released`. The transfer is done
+            waits for bytes; for memory that a tier has not taken yet, up to two seconds, and for room on a disk that
+            hangs up to ten. `source` may be overwritten once `result.transfer.source_released`. The transfer is done
             when each page is resident in every tier that this save writes it to; with selective disk writes that is
             shared memory alone for a page that was not saved before.
 
@@ -843,6 +843,8 @@ class PageStore:
     def evict(self, tier: Tier, pages: int) -> int:
         """Drop up to `pages` unpinned pages of lowest rank from one tier. Returns how many were dropped.
 
+        A disk that hangs, and what a crash brings back then: as clear().
+
         Raises:
             StepwellUsageError: what is no Tier; nothing was dropped.
         """
@@ -855,7 +857,7 @@ class PageStore:
         """Drop the pages of some tokens past the first `keep` tokens from every tier; pinned ones stay (match and pin).
 
         Also those behind a page that is not cached, which no match finds until it is saved again. What probes keep of
-        them they keep no longer.
+        them they keep no longer. A disk that hangs, and what a crash brings back then: as clear().
 
         Returns:
             Copies dropped, over all tiers.
@@ -871,14 +873,26 @@ class PageStore:
         self._probes.spend(keys, KIND_KV, np.ones(len(keys), dtype=np.bool_))
         return self._room.forget(name_space, checked, keep_pages)
 
-    def clear(self) -> int:
+    def clear(self, *, deadline: float | None = None) -> int:
         """Drop every unpinned page from every tier; a pin()'s pages keep one copy. Returns copies dropped.
 
         Leases of probes end: they are a courtesy to a load that was not asked for yet.
+
+        What is dropped no look-up of this process finds from then on. Its records on disk are retired in the
+        background, and this waits for that: where it returns in time, and no slot is `owed` (stats()), a crash does not
+        bring it back. A disk that hangs, or refuses, keeps nobody longer: the slots stay owed until the records are
+        retired, and a crash before that brings those pages back, as does a neighbour that reads them meanwhile.
+
+        Args:
+            deadline: seconds to wait for that at most; None: ten.
         """
         self._use()
+        deadline = _seconds("deadline", deadline)
         self._probes.end_all()
-        return sum(self._room.evict(tier, self._index.counts(tier)["capacity"]) for tier in self._room.all_tiers)
+        return sum(
+            self._room.evict(tier, self._index.counts(tier)["capacity"], patience=deadline)
+            for tier in self._room.all_tiers
+        )
 
     def reopen(self, tier: Tier) -> Reopened:
         """Attach a tier's volumes anew, now: close its files, join its directory, recover what it holds. Waits.
@@ -1274,6 +1288,7 @@ class PageStore:
         self._closed = True
         _OPEN_STORES.discard(self)
         has_stopped = self._keeper is None or self._keeper.stop(_ROUND_SECONDS)
+        self._room.end_waits()
         if self._sequences is not None:
             self._sequences.stop()
         mover = self._copies.detach()
@@ -1459,7 +1474,7 @@ class PageStore:
             quarantined=counts["quarantined"],
             pinned=counts["pinned"],
             held=counts["held"],
-            owed=counts["owed"],
+            owed=self._room.owed.count(tier),
             bytes_read=moved["bytes_read"][tier],
             bytes_written=moved["bytes_written"][tier],
             recovered=recovered,

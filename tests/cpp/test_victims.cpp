@@ -184,6 +184,30 @@ TEST_CASE("victims that nobody freed are owed when they are dropped and their re
   CHECK(world.owed() == 2);
 }
 
+TEST_CASE("victims that are to be owed are, and no record is touched") {
+  World world;
+  {
+    Victims victims = world.victims();
+    victims.take(kPages);
+    victims.owe();
+    CHECK(victims.size() == kPages);
+    CHECK(victims.owed() == kPages);
+    CHECK(victims.errors() == 0);
+    victims.owe();
+    CHECK(victims.owed() == kPages);
+    CHECK(victims.free() == 0);
+  }
+  CHECK(world.records.retired.empty());
+  world.check(0, kPages, 0);
+  CHECK(world.owed() == kPages);
+  CHECK(world.index.claimable(Tier::kShared) == 0);
+  Victims again = world.victims();
+  again.take_owed(kPages, kNoSlot);
+  CHECK(again.free() == kPages);
+  CHECK(world.records.retired.size() == kPages);
+  world.check(kPages, 0, 0);
+}
+
 TEST_CASE("owed slots are taken in turn, and of one range where one is named") {
   World world;
   world.index.add_slots(Tier::kShared, 1 << 20, 70);

@@ -88,7 +88,7 @@ def return_dropped_pages(store: PageStore) -> None:
     A negative control: what was forgotten is found again.
     """
 
-    def freeing(tier: Tier, victims: _core.Victims) -> int:
+    def freeing(tier: Tier, victims: _core.Victims, patience: float | None = None) -> int:
         store._index.free_slots(tier, victims)
         return victims.size
 

@@ -47,7 +47,8 @@ the store by operations.py, in the words of this file. The promises, each with t
     10 The page that leaves is the one used longest ago, and never before a page that continues it and may
        leave; one whose parent is nowhere when it arrives leaves first.                              _leave, _arrival
     11 What is forgotten is in no tier afterwards, but for what is pinned; evict and clear take only what may
-       leave (Step.named, operations.py).                                                                      _leave
+       leave (Step.named, operations.py). That the end of the process does not bring it back (8) holds from
+       when no slot is owed (stats()): where the disk hangs, these calls return before.                        _leave
     12 A page of another epoch is a miss, and pins end with their epoch. Once the epoch is its own again, also
        after a restart, it is found unless it has left.                                                   turn, crash
     13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get
