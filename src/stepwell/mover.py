@@ -379,11 +379,13 @@ def core_transfer(transfer: Transfer) -> _core.Transfer | None:
 
 
 class SaveOutcome(IntEnum):
-    """What became of one key of save_keys: written by this call, here or on its way already, or not written."""
+    """What became of one key of save_keys: written by this call, here already, not written, or on its way by another
+    call still: nobody knows yet."""
 
     STORED = 0
     PRESENT = 1
     REFUSED = 2
+    PENDING = 3
 
 
 class SaveResult(msgspec.Struct, frozen=True):

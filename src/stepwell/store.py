@@ -595,6 +595,8 @@ class PageStore:
     ) -> npt.NDArray[np.uint8]:
         """Keep pages under an engine's own keys. Waits until they are resident, or the deadline.
 
+        Also for those that another call has begun to write.
+
         In an asyncio loop: asyncio.to_thread, as load_keys.
 
         Args:
@@ -604,7 +606,8 @@ class PageStore:
                 no tier takes is refused at once.
 
         Returns:
-            uint8[n] of SaveOutcome: stored, present, refused.
+            uint8[n] of SaveOutcome: stored, present, refused; pending: another call is bringing it, and had not when
+            this one returned.
         """
         self._use()
         turn = self._epoch.turns
@@ -644,8 +647,8 @@ class PageStore:
             self._room.count_meant(batch.outcomes, meant)
             outcomes = batch.outcomes
             new = (outcomes == NEW).any(axis=1)
-            here = ((outcomes == PRESENT) | (outcomes == PENDING)).any(axis=1)
-            result[here & ~new] = SaveOutcome.PRESENT
+            here = (outcomes == PRESENT).any(axis=1) & ~new
+            result[here] = SaveOutcome.PRESENT
             left = None if limit is None else self._left(limit)
             transfer = self._copies.save(batch, source, turn, taken, deadline=left)
             if transfer is not None:
@@ -656,10 +659,33 @@ class PageStore:
                     landed = transfer.ok
                     rows = np.flatnonzero(new)
                     result[rows[landed]] = SaveOutcome.STORED
+        awaited = np.flatnonzero((outcomes == PENDING).any(axis=1) & ~new & ~here)
+        if awaited.size:
+            result[awaited] = self._await_others(checked[awaited], kind, limit)
         stored = int(np.count_nonzero(result == _STORED))
         self._counters.saved(stored, int(np.count_nonzero(result == _REFUSED)))
         self._count_skipped(targets, stored)
         return result
+
+    def _await_others(
+        self, keys: npt.NDArray[np.uint8], kind: int, limit: float | None
+    ) -> npt.NDArray[np.uint8]:
+        """Wait for pages that other calls bring, or this one under the same key. Returns uint8[n] of SaveOutcome."""
+
+        def look() -> npt.NDArray[np.uint8]:
+            found = np.full(len(keys), _REFUSED, dtype=np.uint8)
+            found[[Residency.ARRIVING in self._index.state(key.tobytes(), kind) for key in keys]] = SaveOutcome.PENDING
+            found[self._index.probe(keys, kind, self._room.readable)[1] != NO_TIER] = SaveOutcome.PRESENT
+            return found
+
+        outcomes = look()
+        for core in self._copies.running():
+            if SaveOutcome.PENDING not in outcomes:
+                break
+            if not self._copies.wait(core, None if limit is None else self._left(limit)):
+                break
+            outcomes = look()
+        return outcomes
 
     def holds(self, keys: Keys, *, kind: int = KIND_KV) -> npt.NDArray[np.bool_]:
         """Say of each key by itself whether its page could be loaded now, from here or from a neighbour.

@@ -444,8 +444,10 @@ class Operations:
             here = [model.states(key)[tier] for tier in it.keeping]
             if outcome == SaveOutcome.STORED and RESIDENT not in here and not it.may_lose:
                 raise BrokenPromise(f"page {name(key)} was stored, and is nowhere")
-            if outcome == SaveOutcome.PRESENT and not any(states):
+            if outcome == SaveOutcome.PRESENT and RESIDENT not in (*states, *model.states(key)):
                 raise BrokenPromise(f"page {name(key)} is said to be present, and was nowhere")
+            if outcome == SaveOutcome.PENDING and ARRIVING not in model.states(key):
+                raise BrokenPromise(f"page {name(key)} is said to be on its way, and is not")
         it.tally.save(int((outcomes == SaveOutcome.STORED).sum()), int((outcomes == SaveOutcome.REFUSED).sum()))
         model.forget_unknown(named.keys)
         it.give_back(slots)

@@ -300,7 +300,12 @@ class Worker:
         )
         returned = self._recorder.stamp()
         kinds = [int((outcomes == kind).sum()) for kind in SaveOutcome]
-        told = (kinds[SaveOutcome.STORED], kinds[SaveOutcome.PRESENT], 0, kinds[SaveOutcome.REFUSED])
+        told = (
+            kinds[SaveOutcome.STORED],
+            kinds[SaveOutcome.PRESENT],
+            kinds[SaveOutcome.PENDING],
+            kinds[SaveOutcome.REFUSED],
+        )
         self._note_save("save_keys", number, pages, invoked, returned, told, had_deadline=deadline is not None)
 
     def _fill(self, chain: Chain, count: int) -> tuple[int, tuple[int, ...]]:
