@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ from sglang_pool_standin import (
 )
 from stepwell import StepwellUsageError, Tier
 from stepwell.errors import StoreClosedError
-from stepwell.testing.faults import inject
+from stepwell.testing.faults import inject, wait_paused
 from store_kit import Directories
 
 BACKEND = {"backend_name": "stepwell", "module_path": "stepwell.adapters.sglang", "class_name": "StepwellStorage"}
@@ -646,6 +647,53 @@ def test_sizes_that_do_not_go_together_are_said_once_at_attach(
         open_storage(pool, config={"tp_rank": 1, "tp_size": 2})  # said by the first rank, for all
         open_storage(MHATokenToKVPoolHost("page_first"))
     assert "SGLang's host memory" not in caplog.text
+
+
+# ---- a disk that hangs --------------------------------------------------------------------------------------------
+
+
+def test_a_page_whose_bytes_are_not_there_yet_is_not_called_kept(open_storage: Open) -> None:
+    """SGLang counts True as backed up, and goes on behind it (cache_controller.py:1443-1450); nothing looks again."""
+    pool, states = MHATokenToKVPoolHost("page_first"), StatePool()
+    fill(pool)
+    storage = open_storage(pool, states, tiers="disk", set_timeout=0.05)
+    keys, state = hashes(1), PoolTransfer(PoolName.MAMBA, Tensor(np.array([3])), hashes(1))
+    with inject("file.pwrite", "pause", nth=1):
+        assert storage.batch_set_v1(keys, pages_of(pool, 0)) == [False]
+        wait_paused("file.pwrite")
+        assert storage.batch_set_v1(keys, pages_of(pool, 0)) == [False]
+        assert not storage.batch_set(keys, [pool.get_data_page(0)])
+        assert not storage.set(keys[0], pool.get_data_page(0))
+        assert storage.batch_exists(keys) == 0
+    with inject("file.pwrite", "pause", nth=1):
+        assert storage.batch_set_v2([state]) == {PoolName.MAMBA: [False]}
+        wait_paused("file.pwrite")
+        assert storage.batch_set_v2([state]) == {PoolName.MAMBA: [False]}
+    for member in storage._members.values():
+        assert member.store.flush(30.0)
+    assert storage.batch_set_v1(keys, pages_of(pool, 0)) == [True]
+    assert storage.batch_set_v2([state]) == {PoolName.MAMBA: [True]}
+    assert storage.batch_exists(keys) == 1
+
+
+def test_clear_keeps_sglangs_scheduler_no_longer_than_a_write_does(open_storage: Open) -> None:
+    """It is called on the scheduler's thread (scheduler.py:5230): no request is served meanwhile."""
+    pool, states = MHATokenToKVPoolHost("page_first"), StatePool()
+    storage = open_storage(pool, states, tiers="disk", set_timeout=5.0)
+    keys = hashes(3)
+    storage.batch_set_v1(keys, pages_of(pool, 0, 1, 2))
+    storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, Tensor(np.arange(3)), keys)])
+    brief = msgspec.structs.replace(storage._settings.adapter, set_timeout=0.1)
+    storage._settings = msgspec.structs.replace(storage._settings, adapter=brief)
+    with inject("volume.retire", "pause"):  # of every pool
+        storage.clear()
+        wait_paused("volume.retire")
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get_v1(keys, pages_of(pool, 3, 4, 5)) == [False] * 3
+        assert sum(member.store.stats().tiers["disk"].owed for member in storage._members.values()) == 6
+    for member in storage._members.values():
+        member.store._tick()  # behind the rounds that stood in the disk
+        assert member.store.stats().tiers["disk"].owed == 0
 
 
 # ---- failures that SGLang's users have reported (docs/cases.md) ----------------------------------------------------

@@ -14,6 +14,7 @@ What a pool says of itself is not believed: addresses of pages spread over the p
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -35,11 +36,16 @@ DTYPES: Final = {
     "torch.uint8": "uint8",
 }
 _MOST_DIM: Final = 1 << 20  # of a PageGeometry
+_NO_ADDRESSES: Final = (NotImplementedError, ValueError, AssertionError, AttributeError, TypeError)
+"""What SGLang's pools raise where they cannot name addresses: of this layout, or without a buffer."""
 _LOG = logging.getLogger("stepwell")
 
 
 class Indices(Protocol):
     """A torch tensor of host indices, as much of it as is used here."""
+
+    def detach(self) -> Indices:
+        """Return it without what autograd knows of it."""
 
     def cpu(self) -> Indices:
         """Return it in host memory."""
@@ -98,9 +104,16 @@ class PoolPages:
         """Return which pages of the pool some host indices name: int64[count].
 
         Raises:
-            StepwellUsageError: they are not `count` whole pages within the pool; copying would spoil others' bytes.
+            StepwellUsageError: they are no tensor of whole numbers, or not `count` whole pages within the pool; copying
+                would spoil others' bytes.
         """
-        rows = indices.cpu().numpy()
+        import torch
+
+        if not isinstance(indices, torch.Tensor):
+            raise sw.StepwellUsageError(f"host indices are {_kind(indices)}, not a tensor")
+        rows: npt.NDArray[np.int64] = indices.detach().cpu().numpy()
+        if rows.dtype.kind not in "iu":
+            raise sw.StepwellUsageError(f"host indices are of dtype {rows.dtype}, not whole numbers")
         if rows.shape != (count * self.page_tokens,):
             raise sw.StepwellUsageError(
                 f"{count} keys of pages of {self.page_tokens} tokens, but host indices of shape {list(rows.shape)}"
@@ -124,8 +137,10 @@ def describe(pool: HostPool, name: str, whose: Whose, *, zero_copy: bool) -> Poo
         zero_copy: False: SGLang hands pages of this pool out as flat tensors (the generic calls).
 
     Raises:
-        StepwellUsageError: the pool has no bytes of its own, or its pages cannot be described.
+        StepwellUsageError: the pool has no bytes of its own, or its pages cannot be described: with the field and what
+            it is.
     """
+    _check_pool(pool, name)
     if getattr(pool, "dcp_size", 1) > 1:
         raise sw.StepwellUsageError(
             f"host pool {name}: SGLang has decode context parallelism (DCP) for its file and mooncake backends only"
@@ -137,11 +152,53 @@ def describe(pool: HostPool, name: str, whose: Whose, *, zero_copy: bool) -> Poo
     if zero_copy:
         try:
             pieces = _pieces(pool, name, whose, extra)
-        except (NotImplementedError, ValueError, AssertionError) as error:  # SGLang: not in this layout
+        except _NO_ADDRESSES as error:  # SGLang: not in this layout
             _LOG.info("host pool %s names no addresses (%s): its pages are copied once more", name, error)
         else:
             return pieces
     return _flat(pool, name, whose, extra)
+
+
+def _check_pool(pool: Any, name: str) -> None:
+    """Refuse a pool whose numbers are none, before anything is divided by them."""
+    tokens = 1 if getattr(pool, "page_size", 1) is None else _number(pool, name, "page_size", default=1)
+    size = _number(pool, name, "size")
+    if size % tokens:
+        raise sw.StepwellUsageError(f"{_pool(pool, name)}: size is {size}, no multiple of page_size {tokens}")
+    if not isinstance(layout := getattr(pool, "layout", None), str) or not layout:
+        raise sw.StepwellUsageError(f"{_pool(pool, name)}: layout is {layout!r}, not the name of one")
+
+
+def _number(pool: Any, name: str, field: str, *, default: int | None = None) -> int:
+    """Return a field of a pool that counts something there must be.
+
+    Raises:
+        StepwellUsageError: it is missing, or no whole number above 0.
+    """
+    value: Any = getattr(pool, field, default)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise sw.StepwellUsageError(f"{_pool(pool, name)}: {field} is {value!r}; it must be a whole number above 0")
+    return number
+
+
+def _geometry(pool: object, name: str, **fields: Any) -> sw.PageGeometry:
+    """Return a geometry; what it refuses is said of the pool."""
+    try:
+        return sw.PageGeometry(**fields)
+    except sw.StepwellUsageError as error:
+        raise sw.StepwellUsageError(f"{_pool(pool, name)}: {error}") from error
+
+
+def _pool(pool: object, name: str) -> str:
+    return f"host pool {name} ({type(pool).__qualname__})"
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 # ---- canonical -----------------------------------------------------------------------------------------------------
@@ -186,21 +243,29 @@ def _canonical(pool: Any, name: str, whose: Whose) -> PoolPages | None:
     if getattr(pool, "storage_format_tag", None) is not None:
         return None
     if kind.endswith(".mha.MHATokenToKVPoolHost"):
-        streams, heads, dim = 2, int(pool.head_num), int(pool.head_dim)
-        if int(getattr(pool, "v_head_dim", dim)) != dim:
+        streams, heads, dim = 2, _number(pool, name, "head_num"), _number(pool, name, "head_dim")
+        if _number(pool, name, "v_head_dim", default=dim) != dim:
             return None
     elif kind.endswith(".mla.MLATokenToKVPoolHost"):
-        streams, heads, dim = 1, 1, int(pool.kv_cache_dim)
+        streams, heads, dim = 1, 1, _number(pool, name, "kv_cache_dim")
     else:
         return None
-    buffer, layers, tokens = pool.kv_buffer, int(pool.layer_num), int(pool.page_size)
-    if buffer is None or not hasattr(buffer, "data_ptr"):
+    buffer: Any = getattr(pool, "kv_buffer", None)
+    layers, tokens = _number(pool, name, "layer_num"), int(pool.page_size)
+    if isinstance(buffer, list | tuple):  # one a layer
         return None
+    if not hasattr(buffer, "data_ptr"):
+        raise sw.StepwellUsageError(f"{_pool(pool, name)}: kv_buffer is {_kind(buffer)}, not a tensor")
     item = int(buffer.element_size())
     dtype = DTYPES.get(str(buffer.dtype), "uint8")
     width = dim if dtype != "uint8" else dim * item  # of an element the geometry knows
     pages = int(pool.size) // tokens
     page_of_stream = layers * tokens * heads * dim * item
+    if (has := int(buffer.numel()) * item) < (needs := streams * pages * page_of_stream):
+        raise sw.StepwellUsageError(
+            f"{_pool(pool, name)}: kv_buffer has {has} bytes, and size {pool.size} with layer_num {layers}, {heads} "
+            f"heads of {dim} and {item} bytes a number makes {needs}"
+        )
     in_pool = _strides(
         pool.layout, layers=layers, tokens=tokens, heads=heads, dim=dim, item=item, stream=pages * page_of_stream
     )
@@ -211,7 +276,9 @@ def _canonical(pool: Any, name: str, whose: Whose) -> PoolPages | None:
         flat = _Strides(page_of_stream, streams * page_of_stream, tokens * row, row, dim * item)
     if in_pool is None or flat is None:
         return None
-    geometry = sw.PageGeometry(
+    geometry = _geometry(
+        pool,
+        name,
         model=whose.model,
         revision=whose.revision,
         layers=layers,
@@ -249,7 +316,7 @@ def _agrees(pool: HostPool, geometry: sw.PageGeometry, lent: sw.PoolPointers, pa
     """Whether the bytes of some pages are those that SGLang names for them."""
     try:
         return all(_spans(*_meta(pool, page)) == _spans(*_addresses(geometry, lent, page)) for page in _spread(pages))
-    except (NotImplementedError, ValueError, AssertionError):
+    except _NO_ADDRESSES:
         return False
 
 
@@ -292,7 +359,9 @@ def _pieces(pool: HostPool, name: str, whose: Whose, extra: Extra) -> PoolPages:
         at, these = _meta(pool, page)
         if at.shape != base.shape or (at != base + page * stride).any() or (these != sizes).any():
             raise ValueError(f"page {page} of {pages} does not lie at a multiple of the distance of the first two")
-    geometry = sw.PageGeometry(
+    geometry = _geometry(
+        pool,
+        name,
         model=whose.model,
         revision=whose.revision,
         layers=base.size,
@@ -338,7 +407,13 @@ def _meta(pool: HostPool, page: int) -> tuple[npt.NDArray[np.int64], npt.NDArray
     found = pool.get_page_buffer_meta(torch.arange(page * tokens, (page + 1) * tokens, dtype=torch.int64))
     if not found or not found[0]:
         raise ValueError("the pool has no bytes of its own")
-    return np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.int64)
+    try:
+        at, sizes = (np.array(each, dtype=np.int64) for each in found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"get_page_buffer_meta answers no two lists of numbers ({error})") from error
+    if at.shape != sizes.shape or at.ndim != 1 or int(at.min()) <= 0 or int(sizes.min()) <= 0:
+        raise ValueError(f"get_page_buffer_meta answers {at.tolist()[:4]} and {sizes.tolist()[:4]} for page {page}")
+    return at, sizes
 
 
 def _spread(pages: int) -> Sequence[int]:
@@ -357,13 +432,18 @@ def _flat(pool: HostPool, name: str, whose: Whose, extra: Extra) -> PoolPages:
     """
     tokens = int(getattr(pool, "page_size", 1) or 1)
     try:
-        page = pool.get_dummy_flat_data_page()
-        nbytes = int(page.numel()) * int(page.element_size())
-    except (NotImplementedError, AttributeError, TypeError) as error:
+        page, first = pool.get_dummy_flat_data_page(), pool.get_data_page(0, flat=True)
+        nbytes, others = (int(each.numel()) * int(each.element_size()) for each in (page, first))
+    except (NotImplementedError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise sw.StepwellUsageError(
             f"host pool {name} ({type(pool).__qualname__}, layout {pool.layout}) names neither addresses nor pages "
             f"({error!r}): its pages cannot be kept; use another --hicache-mem-layout"
         ) from error
+    if nbytes != others:
+        raise sw.StepwellUsageError(
+            f"{_pool(pool, name)}, layout {pool.layout}: get_dummy_flat_data_page makes {nbytes} bytes, get_data_page "
+            f"{others}"
+        )
     if nbytes == 0:
         raise sw.StepwellUsageError(f"host pool {name} ({type(pool).__qualname__}) has pages of no bytes")
     meaning = {

@@ -75,6 +75,8 @@ def read_settings(extra: Mapping[str, Any] | None) -> SglangSettings:
     Raises:
         StepwellUsageError: the table is missing or holds no tier, an unknown key, a wrong type, a value out of range.
     """
+    if extra is not None and not isinstance(extra, Mapping):
+        raise sw.StepwellUsageError(f"extra config: it is of type {type(extra).__name__}; give a table")
     extra = extra or {}
     for name in extra:
         if name not in _BESIDE:

@@ -6,7 +6,10 @@
 
 SGLang 0.5.23 calls from its scheduler's main thread (construction, registration, clear, close) and from up to three
 threads of its controller at once (backup_thread_func, prefetch_thread_func, prefetch_io_aux_func; cache_controller.py).
-Whatever fails here is a miss or a page that is not kept: no call raises into these threads but for what cannot be used.
+Whatever fails here, or is no argument, is a miss or a page that is not kept, and one log line a minute. SGLang catches
+what most of these calls raise, and gives the whole operation up then (cache_controller.py:1188, :1349, :1441,
+hybrid_cache_controller.py:1656); nothing catches what get_stats raises in its scheduler (unified_radix_cache.py:3702).
+Only what it calls to attach, clear or detach raises (cache_controller.py:672, :689, storage_attachment.py:249).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -248,13 +251,18 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages into the host pool, each verified on the way (cache_controller.py:1116)."""
-        return self._try("batch_get_v1", [False] * len(keys), lambda: self._get(self._kv(), keys, host_indices))
+        no = [False] * _count(keys)
+        return self._try("batch_get_v1", no, lambda: self._get(self._kv(), keys, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Keep pages of the host pool (cache_controller.py:1412): True where they are kept, or were before."""
-        no = [False] * len(keys)
+        """Keep pages of the host pool (cache_controller.py:1412): True where they are kept, or were before.
+
+        A page that an earlier call is bringing still, when set_timeout has passed, is not kept: SGLang ends the
+        operation at the first batch with such a page (cache_controller.py:1443-1448), and computes nothing anew.
+        """
+        no = [False] * _count(keys)
         return self._try("batch_set_v1", no, lambda: self._set(self._kv(), keys, host_indices, extra_info))
 
     # ---- several pools (v2) ----------------------------------------------------------------------------------------
@@ -267,7 +275,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> PoolTransferResult:
         """Say which prefix lengths can be restored from all pools (hicache_storage.py:321, HiCacheFile's at :891)."""
         none = PoolTransferResult.empty()
-        return self._try("batch_exists_v2", none, lambda: self._restorable(_as_keys(keys), pool_transfers or []))
+        return self._try("batch_exists_v2", none, lambda: self._restorable(_as_keys(keys), _transfers(pool_transfers)))
 
     def _restorable(self, keys: npt.NDArray[np.uint8], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         kv_pages = self._probe(self._kv(), keys)
@@ -301,7 +309,8 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Load pages of several pools (hybrid_cache_controller.py:1651)."""
-        return {each.name: self._transfer("batch_get_v2", each, self._get) for each in transfers}
+        asked = self._asked("batch_get_v2", transfers)
+        return {each.name: self._transfer("batch_get_v2", each, self._get) for each in asked}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -311,17 +320,21 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         def keep(member: _Member, keys: list[str], indices: torch.Tensor) -> list[bool]:
             return self._set(member, keys, indices, extra_info)
 
-        return {each.name: self._transfer("batch_set_v2", each, keep) for each in transfers}
+        asked = self._asked("batch_set_v2", transfers)
+        return {each.name: self._transfer("batch_set_v2", each, keep) for each in asked}
+
+    def _asked(self, call: str, transfers: Sequence[PoolTransfer] | None) -> Sequence[PoolTransfer]:
+        none: Sequence[PoolTransfer] = ()
+        return self._try(call, none, lambda: _transfers(transfers))
 
     def _transfer(
         self, call: str, transfer: PoolTransfer, do: Callable[[_Member, list[str], torch.Tensor], list[bool]]
     ) -> list[bool]:
-        keys = transfer.keys or []
-        if not keys or transfer.host_indices is None:
-            return [False] * len(keys)
-        return self._try(
-            call, [False] * len(keys), lambda: do(self._member(transfer.name), keys, transfer.host_indices)
-        )
+        keys = transfer.keys
+        no = [False] * _count(keys)
+        if not no or transfer.host_indices is None:
+            return no
+        return self._try(call, no, lambda: do(self._member(transfer.name), keys, transfer.host_indices))
 
     # ---- pages as tensors (the generic calls) ----------------------------------------------------------------------
 
@@ -329,8 +342,8 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
         """Fill tensors with pages (cache_controller.py:1136); None where a page is missing."""
-        targets: list[torch.Tensor | None] = list(target_locations or [None] * len(keys))
-        misses: list[torch.Tensor | None] = [None] * len(keys)
+        misses: list[torch.Tensor | None] = [None] * _count(keys)
+        targets = misses if target_locations is None else target_locations
         return self._try("batch_get", misses, lambda: self._get_flat(self._kv(), keys, targets))
 
     def batch_set(
@@ -341,10 +354,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         target_sizes: Any | None = None,
     ) -> bool:
         """Keep pages that are given as tensors (cache_controller.py:1408). True: all are kept."""
-        pages = list(values or [])
-        if len(pages) != len(keys):
-            return False
-        return self._try("batch_set", False, lambda: all(self._set_flat(self._kv(), keys, pages)))
+        return self._try("batch_set", False, lambda: all(self._set_flat(self._kv(), keys, values)))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
@@ -361,7 +371,7 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         target_sizes: Any | None = None,
     ) -> bool:
         """Keep a page that is given as a tensor."""
-        return value is not None and self.batch_set([key], [value])
+        return self._try("set", False, lambda: all(self._set_flat(self._kv(), [key], [value])))
 
     def exists(self, key: str) -> bool:
         """Say whether a page can be delivered."""
@@ -370,9 +380,15 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
     # ---- care ------------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop every page in this engine's own volumes (POST /hicache/storage-backend/clear)."""
+        """Drop every page in this engine's own volumes (POST /hicache/storage-backend/clear).
+
+        No call finds them from then on. It waits for the disk to have it, for set_timeout at most, all pools together:
+        where the disk hangs, or refuses, a crash before it has it brings them back (PageStore.clear). What fails
+        raises: SGLang says so in its log (storage_attachment.py:249).
+        """
+        limit = time.monotonic() + self._settings.adapter.set_timeout
         for member in list(self._members.values()):
-            member.store.clear()
+            member.store.clear(deadline=max(0.0, limit - time.monotonic()))
 
     def get_stats(self) -> StepwellMetrics | None:
         """Return what was moved since the last call, and what the stores hold and have done.
@@ -382,6 +398,9 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         """
         if self._is_closed:
             return None
+        return self._try("get_stats", None, self._stats)
+
+    def _stats(self) -> StepwellMetrics:
         found = StepwellMetrics()
         kv = self._members.get(_KV)
         if kv is not None:
@@ -475,7 +494,10 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
         return patience.seconds + patience.per_page * count
 
     def _get(self, member: _Member, keys: list[str], indices: torch.Tensor) -> list[bool]:
+        raw = _as_keys(keys)
         slots = member.pages.slots(indices, len(keys))
+        if np.unique(slots).size != slots.size:
+            raise sw.StepwellUsageError("host indices name a page of the pool twice: it can hold one only")
         if member.lent is None:
             targets = [member.pool.get_dummy_flat_data_page() for _ in keys]
             pages = self._get_flat(member, keys, targets)
@@ -483,13 +505,14 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
                 if page is not None:
                     member.pool.set_from_flat_data_page(slot * member.pages.page_tokens, page)
             return [page is not None for page in pages]
-        ok = member.load(_as_keys(keys), into=member.lent[slots], deadline=self._deadline(member, len(keys)))
+        ok = member.load(raw, into=member.lent[slots], deadline=self._deadline(member, len(keys)))
         return ok.tolist()  # type: ignore[no-any-return]
 
     def _set(
         self, member: _Member, keys: list[str], indices: torch.Tensor, extra: HiCacheStorageExtraInfo | None
     ) -> list[bool]:
-        slots, raw = member.pages.slots(indices, len(keys)), _as_keys(keys)
+        raw = _as_keys(keys)
+        slots = member.pages.slots(indices, len(keys))
         if member.bound.learns and member.name == _KV:
             self._cost.kept([key.tobytes() for key in raw])
         if member.lent is None:
@@ -501,16 +524,17 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
             deadline=self._settings.adapter.set_timeout,
             **_chain(extra),
         )
-        return (outcomes != sw.SaveOutcome.REFUSED).tolist()  # type: ignore[no-any-return]
+        return _is_kept(outcomes)
 
     def _get_flat(
-        self, member: _Member, keys: list[str], targets: list[torch.Tensor | None]
+        self, member: _Member, keys: list[str], targets: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        if len(targets) != len(keys):
-            raise sw.StepwellUsageError(f"{len(keys)} keys, {len(targets)} tensors to fill")
+        raw = _as_keys(keys)
+        for target in _listed("tensors to fill", targets, len(keys)):
+            if target is not None:
+                _check_tensor(target, member.pages.geometry.page_bytes)
         found: list[torch.Tensor | None] = [None] * len(keys)
         limit = time.monotonic() + self._deadline(member, len(keys))
-        raw = _as_keys(keys)
         for first, last in _parts(len(keys)):
             with member.read_rows as rows:
                 left = max(0.0, limit - time.monotonic())
@@ -521,29 +545,37 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
                 break  # a leading run is all that SGLang uses (cache_controller.py:1140)
         return found
 
-    def _set_flat(self, member: _Member, keys: list[str], pages: list[torch.Tensor]) -> list[bool]:
+    def _set_flat(self, member: _Member, keys: list[str], pages: Sequence[torch.Tensor | None] | None) -> list[bool]:
+        raw, pages = _as_keys(keys), _listed("pages", pages, len(keys))
+        for page in pages:
+            _check_tensor(page, member.pages.geometry.page_bytes)
         kept: list[bool] = [False] * len(keys)
-        raw = _as_keys(keys)
         for first, last in _parts(len(keys)):
             with member.write_rows as rows:
-                for row, page in enumerate(pages[first:last]):
-                    rows.bytes[row] = _bytes_of(page, member.pages.geometry.page_bytes)
+                for row in range(last - first):
+                    rows.bytes[row] = _bytes_of(pages[first + row])
                 outcomes = member.save(
                     raw[first:last],
                     source=rows.lent[0 : last - first],
                     deadline=self._settings.adapter.set_timeout,
                 )
-            kept[first:last] = (outcomes != sw.SaveOutcome.REFUSED).tolist()
+            kept[first:last] = _is_kept(outcomes)
         return kept
 
     def _try(self, call: str, otherwise: T, do: Callable[[], T]) -> T:
-        """Do a call; where it fails, say so at most once a minute and return a miss."""
+        """Do a call; where it fails, say so at most once a minute and return a miss.
+
+        What is neither misuse nor the world's failing is a fault of ours, of torch or of a pool: it is said with where
+        it was. Raised, it would end, in SGLang's thread, what that thread still had to do.
+        """
         try:
             return do()
         except (sw.StepwellError, sw.StepwellUsageError) as error:
             if not self._is_closed:
                 self._says.warn("%s: %s", call, error)
-            return otherwise
+        except Exception as error:  # noqa: BLE001 whatever it is, SGLang's thread goes on
+            self._says.warn("%s failed, which it must not: %s: %s", call, type(error).__name__, error, error=error)
+        return otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,13 +673,15 @@ class _Says:
         self._at = float("-inf")
         self._kept_back = 0
 
-    def warn(self, message: str, *values: object) -> None:
+    def warn(self, message: str, *values: object, error: Exception | None = None) -> None:
+        """Args: error: what is said with where it was raised."""
         with self._lock:
             if time.monotonic() - self._at < _LOG_SECONDS:
                 self._kept_back += 1
                 return
             self._at, kept_back, self._kept_back = time.monotonic(), self._kept_back, 0
-        _LOG.warning(message + (f" ({kept_back} more since the last line)" if kept_back else ""), *values)
+        message += f" ({kept_back} more since the last line)" if kept_back else ""
+        _LOG.warning(message, *values, exc_info=error)
 
 
 _IO_THREADS: Final = 4
@@ -660,9 +694,19 @@ _USUAL_VOLUME: Final = 64 << 20  # of small directories: docs/configuration.md
 
 
 def _as_keys(keys: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """Turn SGLang's page hashes (hex of SHA-256) into keys, uint8[n, 32]; other texts are hashed."""
+    """Turn SGLang's page hashes (hex of SHA-256) into keys, uint8[n, 32]; other texts are hashed.
+
+    Raises:
+        StepwellUsageError: they are no list of texts.
+    """
+    if not isinstance(keys, list | tuple):
+        raise sw.StepwellUsageError(f"keys: {_kind(keys)}; give a list of texts")
     # Spaces at the joints say that every text has its 64 characters; a look at each would take as long as the rest.
-    text = " ".join(keys)
+    try:
+        text = " ".join(keys)
+    except TypeError:
+        at = next(at for at, key in enumerate(keys) if not isinstance(key, str))
+        raise sw.StepwellUsageError(f"keys: number {at} is {_kind(keys[at])}, not a text") from None
     joints = len(keys) - 1
     is_even = len(text) == _HASH_CHARACTERS * len(keys) + joints
     raw = b""
@@ -676,7 +720,9 @@ def _as_keys(keys: Sequence[str]) -> npt.NDArray[np.uint8]:
 def _as_key(key: str) -> bytes:
     """Turn one text into a key, the same whatever it is asked for with."""
     raw = _from_hex(key) if len(key) == _HASH_CHARACTERS else b""
-    return raw if len(raw) == 32 else hashlib.sha256(b"stepwell sglang key\0" + key.encode()).digest()
+    if len(raw) == 32:
+        return raw
+    return hashlib.sha256(b"stepwell sglang key\0" + key.encode(errors="surrogatepass")).digest()
 
 
 def _from_hex(text: str) -> bytes:
@@ -691,10 +737,17 @@ def _chain(extra: HiCacheStorageExtraInfo | None) -> dict[str, Any]:
     """Return what save_keys is told of the page before the first: SGLang passes hashes only where it was asked to.
 
     None: unknown; empty: there is none (hybrid_cache_controller.py:1432, cache_controller.py:1431-1437).
+
+    Raises:
+        StepwellUsageError: they are no list of texts.
     """
+    if extra is not None and not isinstance(extra, HiCacheStorageExtraInfo):
+        raise sw.StepwellUsageError(f"extra_info: {_kind(extra)}; give a HiCacheStorageExtraInfo")
     prefix = None if extra is None else extra.prefix_keys
     if prefix is None:
         return {}
+    if not isinstance(prefix, list | tuple):
+        raise sw.StepwellUsageError(f"extra_info.prefix_keys: {_kind(prefix)}; give a list of texts")
     return {"parent": _as_keys(prefix[-1:]).tobytes()} if prefix else {"first_of_chain": True}
 
 
@@ -710,20 +763,61 @@ def _parts(count: int) -> Iterator[tuple[int, int]]:
         yield first, min(count, first + _MOST_FLAT_PAGES)
 
 
-def _bytes_of(page: torch.Tensor, page_bytes: int) -> npt.NDArray[np.uint8]:
-    flat = page.detach().contiguous().view(torch.uint8).reshape(-1).numpy()
-    if flat.size != page_bytes:
-        raise sw.StepwellUsageError(f"a page of {flat.size} bytes was given, the host pool's have {page_bytes}")
-    return flat  # type: ignore[no-any-return]
+def _is_kept(outcomes: npt.NDArray[np.uint8]) -> list[bool]:
+    """Say of each page whether it is here now; what is on its way may still fail."""
+    kept = (outcomes == sw.SaveOutcome.STORED) | (outcomes == sw.SaveOutcome.PRESENT)
+    return kept.tolist()  # type: ignore[no-any-return]
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _count(keys: object) -> int:
+    """Return for how many keys there must be an answer, whatever was given for them."""
+    return len(keys) if isinstance(keys, Sized) else 0
+
+
+def _listed(what: str, given: Sequence[T] | None, count: int) -> Sequence[T]:
+    """Check that there is one of something for each key."""
+    if not isinstance(given, list | tuple):
+        raise sw.StepwellUsageError(f"{count} keys, and {what} {_kind(given)}; give a list")
+    if len(given) != count:
+        raise sw.StepwellUsageError(f"{count} keys, {len(given)} {what}")
+    return given
+
+
+def _transfers(given: Sequence[PoolTransfer] | None) -> Sequence[PoolTransfer]:
+    """Check that they are transfers of pools; None: there is none."""
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple):
+        raise sw.StepwellUsageError(f"transfers: {_kind(given)}; give a list of PoolTransfer")
+    for at, each in enumerate(given):
+        if not isinstance(each, PoolTransfer):
+            raise sw.StepwellUsageError(f"transfers: number {at} is {_kind(each)}, not a PoolTransfer")
+        if not isinstance(each.name, str):
+            raise sw.StepwellUsageError(f"transfers: the name of number {at} is {_kind(each.name)}, not a PoolName")
+        if each.keys is not None and not isinstance(each.keys, list | tuple):
+            raise sw.StepwellUsageError(f"transfers: the keys of pool {each.name} are {_kind(each.keys)}, not a list")
+    return given
+
+
+def _check_tensor(page: object, page_bytes: int) -> None:
+    if not isinstance(page, torch.Tensor):
+        raise sw.StepwellUsageError(f"a page {_kind(page)} was given; give a tensor")
+    nbytes = page.numel() * page.element_size()
+    if nbytes != page_bytes:
+        raise sw.StepwellUsageError(f"a tensor of {nbytes} bytes was given for a page of {page_bytes}")
+
+
+def _bytes_of(page: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return page.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # type: ignore[no-any-return]
 
 
 def _fill(target: torch.Tensor | None, row: npt.NDArray[np.uint8]) -> torch.Tensor:
     if target is None:
         return torch.from_numpy(row.copy())
-    if target.numel() * target.element_size() != row.size:
-        raise sw.StepwellUsageError(
-            f"a tensor of {target.numel() * target.element_size()} bytes was given for a page of {row.size}"
-        )
     target.copy_(torch.from_numpy(row).view(target.dtype).reshape(target.shape))
     return target
 
