@@ -40,6 +40,18 @@ def tensor(values: Any, dtype: Any = np.int64) -> Tensor:
     return Tensor(np.array(values, dtype=dtype))
 
 
+class Unreadable(Tensor):
+    """A tensor of which torch makes no array, and that it does not fill: bfloat16, sparse, of the device meta."""
+
+    def numpy(self) -> np.ndarray:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    contiguous = view = cpu = detach = reshape = lambda self, *_: self
+
+    def copy_(self, other: Tensor) -> Tensor:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation")
+
+
 NO_KEYS = {
     "none": (None, 0),
     "a text": (KEYS[0], 64),
@@ -56,6 +68,7 @@ NO_INDICES = {
     "a list": list(range(12)),
     "an array": MANY,
     "floats": tensor(MANY, np.float32),
+    "of bfloat16": Unreadable(MANY),
     "truths": tensor(MANY % 2 == 0, np.bool_),
     "negative": tensor(MANY - 12),
     "beyond the pool": tensor(MANY + 16 * 4),
@@ -81,6 +94,7 @@ NO_PAGES = {
     "too few": [tensor(MANY)] * 2,
     "a none among them": [None] * 3,
     "of other sizes": [tensor(MANY)] * 3,
+    "unreadable": [Unreadable(np.zeros(384, np.float16))] * 3,
     "arrays": [np.zeros(384, np.float16)] * 3,
 }
 NO_TRANSFERS = {

@@ -44,6 +44,8 @@ _LOG = logging.getLogger("stepwell")
 class Indices(Protocol):
     """A torch tensor of host indices, as much of it as is used here."""
 
+    dtype: Any
+
     def detach(self) -> Indices:
         """Return it without what autograd knows of it."""
 
@@ -111,7 +113,11 @@ class PoolPages:
 
         if not isinstance(indices, torch.Tensor):
             raise sw.StepwellUsageError(f"host indices are {_kind(indices)}, not a tensor")
-        rows: npt.NDArray[np.int64] = indices.detach().cpu().numpy()
+        rows: npt.NDArray[np.int64]
+        try:
+            rows = indices.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:  # torch: of a dtype that numpy has not, on a device without bytes
+            raise sw.StepwellUsageError(f"host indices of dtype {indices.dtype} cannot be read: {error}") from error
         if rows.dtype.kind not in "iu":
             raise sw.StepwellUsageError(f"host indices are of dtype {rows.dtype}, not whole numbers")
         if rows.shape != (count * self.page_tokens,):

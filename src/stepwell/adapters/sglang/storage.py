@@ -812,13 +812,19 @@ def _check_tensor(page: object, page_bytes: int) -> None:
 
 
 def _bytes_of(page: torch.Tensor) -> npt.NDArray[np.uint8]:
-    return page.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # type: ignore[no-any-return]
+    try:
+        return page.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError) as error:  # torch: sparse, or on a device without bytes
+        raise sw.StepwellUsageError(f"a tensor of dtype {page.dtype} cannot be read: {error}") from error
 
 
 def _fill(target: torch.Tensor | None, row: npt.NDArray[np.uint8]) -> torch.Tensor:
     if target is None:
         return torch.from_numpy(row.copy())
-    target.copy_(torch.from_numpy(row).view(target.dtype).reshape(target.shape))
+    try:
+        target.copy_(torch.from_numpy(row).view(target.dtype).reshape(target.shape))
+    except (TypeError, RuntimeError) as error:  # torch: sparse, one that autograd watches, memory that overlaps
+        raise sw.StepwellUsageError(f"a tensor of dtype {target.dtype} cannot be filled: {error}") from error
     return target
 
 
