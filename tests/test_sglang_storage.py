@@ -31,6 +31,7 @@ from sglang_pool_standin import (
     Tensor,
 )
 from stepwell import StepwellUsageError, Tier
+from stepwell.adapters.sglang.bound import LastTimeout
 from stepwell.errors import StoreClosedError
 from stepwell.testing.faults import inject, wait_paused
 from store_kit import Directories
@@ -508,6 +509,22 @@ def test_a_hit_is_offered_as_far_as_sglang_waits_for_it(open_storage: Open, monk
         within = storage._members["kv"].bound.within()
         assert (within.seconds, within.per_page) == (seconds, per_page)
     assert open_storage(pool, load_bound=None)._members["kv"].bound.within() is None
+
+
+def test_the_timeout_that_sglang_read_last_bounds_the_backend_that_is_made_next(
+    open_storage: Open, adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attached over HTTP with timeouts of its own: SGLang reads them just before (storage_attachment.py:121-167)."""
+    seen = LastTimeout()
+    monkeypatch.setattr(adapter, "last_timeout", lambda: seen)
+    pool = MHATokenToKVPoolHost("page_first", page_size=16)
+    for given, per_page in (((0.5, 4.0), 4.0 * 16 / 1024), ((7.0, 0.0), 0.0)):
+        seen.seconds = given
+        opened = open_storage(pool)
+        member = opened._members["kv"]
+        assert (member.bound.within().seconds, member.bound.within().per_page) == (given[0], per_page)
+        assert opened._deadline(member, 64) == given[0] + 64 * per_page
+        opened.close()
 
 
 def test_what_computing_costs_is_learned_from_the_calls(adapter: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from sglang_standin import Engine, Installed, Request, Result, install
 
-from stepwell.adapters.sglang import plugin, weights
+from stepwell.adapters.sglang import bound, plugin, weights
 from stepwell.adapters.sglang.checkpoint import WeightsSource
 from stepwell.adapters.sglang.weights import WeightsEpoch
 
@@ -111,6 +112,45 @@ def test_another_sglang_is_left_alone_with_one_line(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert said in caplog.text
     assert any(said in line for line in plugin.missing_hooks())
+
+
+def test_the_prefetch_timeout_of_each_extra_config_that_sglang_reads_is_noted(
+    monkeypatch: pytest.MonkeyPatch, epoch: WeightsEpoch
+) -> None:
+    """A backend is not told: the timeout is taken out before (hybrid_cache_controller.py:404-413)."""
+    made = bound.LastTimeout()
+    monkeypatch.setattr(plugin, "last_timeout", lambda: made)
+    installed = install(monkeypatch, Engine())
+
+    class HybridCacheController:
+        @staticmethod
+        def parse_storage_backend_extra_config(storage_backend_extra_config: str | None) -> Any:
+            given = json.loads(storage_backend_extra_config or "{}")
+            base = given.pop("prefetch_timeout_base", 1)
+            per_ki_token = given.pop("prefetch_timeout_per_ki_token", 0.25)
+            return given, 256, float(base), float(per_ki_token), False
+
+    controller = types.ModuleType(plugin.READ_CONFIG.rsplit(".", 2)[0])
+    vars(controller).update(HybridCacheController=HybridCacheController)
+    for name in ("sglang.srt.mem_cache", "sglang.srt.mem_cache.hybrid_cache"):
+        package = types.ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+        setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], package)
+    monkeypatch.setitem(sys.modules, controller.__name__, controller)
+    sys.modules["sglang.srt.mem_cache.hybrid_cache"].__dict__["hybrid_cache_controller"] = controller
+    plugin.register()
+    installed.registry.apply_hooks()
+    assert epoch.is_watched
+    assert made.seconds is None
+    read = controller.__dict__["HybridCacheController"].parse_storage_backend_extra_config
+    assert read('{"prefetch_timeout_base": 3, "prefetch_timeout_per_ki_token": 0.5, "x": 1}')[0] == {"x": 1}
+    assert made.seconds == (3.0, 0.5)
+    with pytest.raises(json.JSONDecodeError):
+        read("{")
+    assert made.seconds == (3.0, 0.5)
+    read(None)
+    assert made.seconds == (1.0, 0.25)
 
 
 def test_nothing_is_missing_where_all_is_there(sglang: Installed) -> None:

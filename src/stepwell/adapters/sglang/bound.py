@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from typing import Final, Literal
 
 import stepwell as sw
 
+Timeout = tuple[float, float]
+"""Of SGLang's prefetches: seconds, and seconds per 1,024 tokens."""
+DEFAULT_TIMEOUT: Final[Timeout] = (1.0, 0.25)  # hybrid_cache_controller.py:405-408
 _MOST_ASKED: Final = 4096
 """Questions whose answer was a miss that are remembered; the oldest goes."""
 _SAMPLES: Final = 64
@@ -66,6 +70,25 @@ class RecomputeCost:
             return sorted(self._samples)[int(_QUANTILE * len(self._samples))]
 
 
+class LastTimeout:
+    """The prefetch timeout of the extra config that SGLang read last in this process; None: it has read none.
+
+    SGLang takes it out of what a backend sees, and applies it after the backend is made, in the tree
+    (unified_cache/storage_attachment.py:121-183). At the start and over HTTP alike it reads the text on the scheduler's
+    main thread, and makes the backend next: so what was read last is what the backend that is being made belongs to.
+    The plug-in listens there (plugin.py).
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Timeout | None = None
+
+
+@functools.cache
+def last_timeout() -> LastTimeout:
+    """Return what SGLang read last in this process."""
+    return LastTimeout()
+
+
 class LoadBound:
     """How long loading a run of pages may take. Threads: any."""
 
@@ -73,7 +96,7 @@ class LoadBound:
         self,
         asked: float | Literal["prefetch-timeout", "auto"] | None,
         *,
-        prefetch: tuple[float, float],
+        prefetch: Timeout,
         page_tokens: int,
         cost: RecomputeCost,
     ) -> None:

@@ -1,7 +1,8 @@
 """Watch SGLang's weights: the entry point `stepwell` of the group `sglang.srt.plugins`.
 
 SGLang calls `register` in each of its processes (plugins/__init__.py:103). In a scheduler's, and nowhere else, it hooks
-every way in which SGLang 0.5.23 changes weights, and tells the epoch (weights.py) before and after.
+every way in which SGLang 0.5.23 changes weights, and tells the epoch (weights.py) before and after. It also notes the
+prefetch timeouts that SGLang reads, at the start and at run time (bound.py).
 
 Two layers are hooked. The scheduler's SchedulerWeightUpdaterManager takes every request for a change, on all
 tensor-parallel ranks in the same order: there the ranks share a name and agree on a version. Below it, the runners'
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
+from stepwell.adapters.sglang.bound import last_timeout
 from stepwell.adapters.sglang.weights import OneRank, Ranks, weights_epoch
 
 _LOG = logging.getLogger("stepwell")
@@ -50,6 +52,10 @@ def register() -> None:
     """
     if _SCHEDULER not in sys.modules:
         return
+    registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
+    # Apart from the weights: where it is missing, backends take the timeout of the start, and no update goes unseen.
+    if not missing_of({READ_CONFIG: ("storage_backend_extra_config",)}, {}):
+        registry.HookRegistry.register(READ_CONFIG, _read_config, registry.HookType.AROUND)
     missing = missing_hooks()
     if missing:
         _LOG.warning(
@@ -57,7 +63,6 @@ def register() -> None:
             "; ".join(missing),
         )
         return
-    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     for target, hook in HOOKS.items():
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
     weights_epoch().watch(_are_installed)
@@ -249,6 +254,20 @@ def _write(original: Hook, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
+# ---- around the reading of an extra config --------------------------------------------------------------------------
+
+
+def _read_config(original: Hook, *args: Any, **kwargs: Any) -> Any:
+    """Note the prefetch timeout: the backend, which is made next, is not told of it (bound.py)."""
+    result = original(*args, **kwargs)
+    _, _, base, per_ki_token, _ = result
+    last_timeout().seconds = (base, per_ki_token)
+    return result
+
+
+READ_CONFIG = (
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.parse_storage_backend_extra_config"
+)
 HOOKS: Mapping[str, Hook] = {
     f"{_MANAGER}.update_weights_from_disk": _update,
     f"{_MANAGER}.update_weights_from_ipc": _update,

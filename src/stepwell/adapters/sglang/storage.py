@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 import stepwell as sw
-from stepwell.adapters.sglang.bound import LoadBound, RecomputeCost
+from stepwell.adapters.sglang.bound import DEFAULT_TIMEOUT, LoadBound, RecomputeCost, Timeout, last_timeout
 from stepwell.adapters.sglang.identity import Identity, identity
 from stepwell.adapters.sglang.memory import warnings_of
 from stepwell.adapters.sglang.metrics import SECONDS, Calls, Exporter, Snapshot, rank_label, snapshot_of
@@ -53,8 +53,6 @@ _MOST_FLAT_PAGES: Final = 16
 """Pages that are copied once more at a time, where SGLang hands pages out as tensors."""
 _LOG_SECONDS: Final = 60.0
 _LOG = logging.getLogger("stepwell")
-_DEFAULT_PREFETCH: Final = (1.0, 0.25)
-"""SGLang's prefetch timeout: seconds, and seconds per 1,024 tokens (hybrid_cache_controller.py:405-408)."""
 
 
 class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
@@ -838,12 +836,15 @@ def _host_memory_mode() -> str:
         return "cache"
 
 
-def _prefetch_timeout() -> tuple[float, float]:
-    """Return SGLang's prefetch timeout as it was given at start: seconds, and seconds per 1,024 tokens.
+def _prefetch_timeout() -> Timeout:
+    """Return SGLang's prefetch timeout for the backend that is being made.
 
-    It is taken out of what the backend sees (hybrid_cache_controller.py:404-413). One that was given at run time, over
-    HTTP, is not seen: SGLang's default then.
+    It is taken out of what the backend sees (hybrid_cache_controller.py:404-413). Where the plug-in is, it has seen it;
+    else it is that of the start: one that is given at run time, over HTTP, is not seen.
     """
+    seen = last_timeout().seconds
+    if seen is not None:
+        return seen
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
         from sglang.srt.runtime_context import get_server_args
@@ -851,5 +852,5 @@ def _prefetch_timeout() -> tuple[float, float]:
         given = get_server_args().hicache_storage_backend_extra_config
         _, _, base, per_ki_token, _ = HybridCacheController.parse_storage_backend_extra_config(given)
     except (ImportError, AttributeError, ValueError, TypeError, OSError):
-        return _DEFAULT_PREFETCH
+        return DEFAULT_TIMEOUT
     return float(base), float(per_ki_token)
