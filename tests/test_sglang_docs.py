@@ -73,6 +73,6 @@ def test_every_metric_is_in_the_table() -> None:
 def test_doctor_takes_what_the_page_gives_it() -> None:
     lines = [line for line in (PAGE + README).splitlines() if "stepwell doctor --sglang --hicache" in line]
     given = [line.split("stepwell doctor", 1)[1].split() for line in lines]
-    assert len(given) == 2
+    assert len(given) == 3
     for each in given:
         assert build_parser().parse_args(["doctor", *each]).sglang

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain
@@ -48,6 +49,11 @@ def add(commands: Commands) -> None:
     group.add_argument(
         "--hicache-host-memory-mode", choices=("cache", "buffer_only"), default="cache", help="as SGLang is given it"
     )
+    group.add_argument(
+        "--hicache-storage-backend-extra-config",
+        metavar="JSON|@FILE",
+        help="as SGLang is given it: is it accepted? Its tiers are those that are checked; --config is not read then",
+    )
     group.add_argument("--ranks", type=positive, default=1, metavar="N", help="of SGLang on this host (default: 1)")
     parser.set_defaults(run=run)
 
@@ -57,16 +63,25 @@ def run(options: argparse.Namespace) -> int:
     from stepwell import diagnose
 
     findings = []
+    config, arguments = options.config, options.set
+    environ: dict[str, str] | None = None
+    judged: list[Finding] = []
+    if options.hicache_storage_backend_extra_config is not None:
+        judged, tiers = _extra_config(options.hicache_storage_backend_extra_config)
+        if tiers is not None:  # inside SGLang neither a file nor a variable of stepwell's is read
+            config, environ, arguments = os.devnull, {}, [*tiers, *options.set]
     with ended_in_order():
         checks = diagnose(
-            options.config,
-            arguments=options.set,
+            config,
+            environ=environ,
+            arguments=arguments,
             shared=options.shared,
             disk=options.disk,
             with_round=not options.no_round,
         )
         with closing(checks):
-            for finding in chain(checks, _sglang(options) if options.sglang else ()):
+            of_sglang = _sglang(options, config, environ, arguments) if options.sglang else ()
+            for finding in chain(judged, checks, of_sglang):
                 findings.append(finding)
                 if not options.json:
                     show(finding)
@@ -82,7 +97,17 @@ def run(options: argparse.Namespace) -> int:
     return 1 if counts["fail"] else 0
 
 
-def _sglang(options: argparse.Namespace) -> Iterator[Finding]:
+def _extra_config(given: str) -> tuple[list[Finding], list[str] | None]:
+    """Judge SGLang's extra config. Returns: findings; its tiers as NAME=VALUE, None where it would be refused."""
+    from stepwell.adapters.sglang.extra_config import check_extra_config, tiers_as_arguments
+
+    found, settings = check_extra_config(given)
+    return found, None if settings is None else tiers_as_arguments(settings)
+
+
+def _sglang(
+    options: argparse.Namespace, config: str | None, environ: dict[str, str] | None, given: list[str]
+) -> Iterator[Finding]:
     """Check SGLang, and its memory beside the shared tier of the same sources, where these can be read."""
     from stepwell import StepwellError, StepwellUsageError, load_settings, parse_size
     from stepwell.adapters.sglang.check import check_sglang
@@ -91,9 +116,9 @@ def _sglang(options: argparse.Namespace) -> Iterator[Finding]:
     geometry = ("model=any", "revision=any", "layers=1", "kv_heads=1", "head_dim=8", "dtype=uint8", "page_tokens=1")
     own = [f"geometry.{each}" for each in geometry]
     has_config, shared_bytes = True, None
-    for arguments in (options.set, [*options.set, *own]):
+    for arguments in (given, [*given, *own]):
         try:
-            shared = load_settings(options.config, arguments=arguments).config.shared
+            shared = load_settings(config, environ=environ, arguments=arguments).config.shared
         except (StepwellUsageError, StepwellError):
             has_config = False
             continue
