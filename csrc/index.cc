@@ -883,6 +883,14 @@ class Index::Impl {
     }
   }
 
+  // Ids of all pages of a lease, in order.
+  std::vector<PageId> lease_ids(const Lease& lease) const {
+    std::vector<PageId> ids;
+    for (const LeaseSpan& span : lease.spans) span_pages(span, 0, span.pages, &ids);
+    for (const LoosePin& pin : lease.loose) ids.push_back(pin.page);
+    return ids;
+  }
+
   // ---- claims ----------------------------------------------------------------------------------------------------
   ClaimOutcome claim(PageId page, int tier) {
     switch (pages.residency(page, tier)) {
@@ -1824,10 +1832,7 @@ void Index::claim_absent_keys(const Key* keys, uint32_t count, uint8_t kind, Par
 void Index::claim_leased(uint64_t lease_id, Tier tier, const uint8_t* rows, ClaimBatch* out) {
   Impl& in = *impl_;
   in.locked([&] {
-    const Lease& lease = in.live_lease(lease_id);
-    std::vector<PageId> ids;
-    for (const LeaseSpan& span : lease.spans) in.span_pages(span, 0, span.pages, &ids);
-    for (const LoosePin& pin : lease.loose) ids.push_back(pin.page);
+    const std::vector<PageId> ids = in.lease_ids(in.live_lease(lease_id));
     Impl::reset(out, ids.size());
     in.seek_slots(mask(tier), static_cast<uint32_t>(ids.size()));
     for (uint32_t i = 0; i < ids.size(); ++i) {
@@ -1872,6 +1877,27 @@ void Index::claim_copies(uint64_t lease_id, Tier source, Tier target, uint32_t m
       in.claim_row(ids[i], mask(target), i, out);
       out->outcomes[i * kTiers + at(from)] = ClaimOutcome::kPresent;
       out->slots[i * kTiers + at(from)] = in.pages.slot(ids[i], from);
+    }
+  });
+}
+
+void Index::pin_copies(uint64_t lease_id, Tier tier, const uint32_t* numbers, ClaimBatch* out) {
+  Impl& in = *impl_;
+  const int t = static_cast<int>(tier);
+  in.locked([&] {
+    const std::vector<PageId> ids = in.lease_ids(in.live_lease(lease_id));
+    Impl::reset(out, ids.size());
+    if (in.poisoned.load(std::memory_order_relaxed)) return;
+    for (uint32_t i = 0; i < ids.size(); ++i) {
+      const Residency is = in.pages.residency(ids[i], t);
+      if (numbers[i] == 0 || (is != Residency::kArriving && is != Residency::kResident)) continue;
+      if (in.pages.number(ids[i], t) != numbers[i]) continue;
+      const size_t column = size_t{i} * kTiers + at(t);
+      in.add_page_pins(ids[i], 1, true);
+      out->pages[i] = ids[i];
+      out->outcomes[column] = is == Residency::kResident ? ClaimOutcome::kPresent : ClaimOutcome::kPending;
+      out->slots[column] = in.pages.slot(ids[i], t);
+      out->numbers[column] = numbers[i];
     }
   });
 }

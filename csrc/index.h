@@ -254,6 +254,10 @@ class Index {
   // Page-pins a page that is RESIDENT in some tier of `usable` other than the device, nearest first; its slot there.
   // Tier::kDevice: there is none, and nothing is pinned.
   Tier pin_in_any(PageId page, TierMask usable, uint32_t* slot);
+  // Page-pins, of the pages that the caller has pinned by `lease`, each that is ARRIVING in `tier` by claim numbers[i],
+  // or RESIDENT there by it: what comes, or has come, stays until unpin_pages(). Row i says kPending or kPresent in that
+  // tier, with slot and number; the others are kNone. numbers[i] 0: not that page.
+  void pin_copies(uint64_t lease, Tier tier, const uint32_t* numbers, ClaimBatch* out);
   // kOk, or kStale where the page has moved on (nothing changed). Commit enters the page's rank as just used. A commit
   // of a page of an old epoch succeeds.
   Status commit(PageId page, Tier tier, uint32_t number);

@@ -47,6 +47,8 @@ bool fills_a_tier(const PageCopy& copy) {
   return std::any_of(copy.roles.begin() + 1, copy.roles.end(), [](Role role) { return role == Role::kSink; });
 }
 
+bool is_to_near(const PageCopy& copy) { return copy.nearer != Tier::kDevice; }
+
 // The tests' way to make any worker fail at any of these points: an armed errno stands for an exception.
 void reach(const char* point) {
   const fault::Outcome outcome = fault::reach(point);
@@ -256,7 +258,8 @@ struct Mover::Impl {
   void begin_stage(const std::shared_ptr<Transfer>& transfer, int stage) noexcept;
   // One of those that it waits for is done; after the last of them it begins.
   void release(const std::shared_ptr<Transfer>& transfer) noexcept;
-  void give_up_lost(Transfer& transfer);
+  void look_what_came(Transfer& transfer);
+  void leave_io(Transfer& transfer) noexcept;
   void end_transfer(const std::shared_ptr<Transfer>& transfer) noexcept;
   void poison(const char* reason) noexcept;
   void poison_by_current_exception() noexcept;
@@ -339,8 +342,13 @@ bool Mover::Impl::is_valid(const TransferSpec& spec) const {
     if (copy.foreign.is_known()) {
       const bool is_staging = sources == 0 && sinks == 1 &&
                               copy.roles[static_cast<size_t>(Tier::kHost)] == Role::kSink && foreign != nullptr;
-      if (!is_staging || copy.is_awaited || spec.source_leaving) return false;
+      if (!is_staging || copy.is_awaited || copy.nearer != Tier::kDevice || spec.source_leaving) return false;
       continue;
+    }
+    if (const auto nearer = static_cast<size_t>(copy.nearer); copy.nearer != Tier::kDevice) {
+      if (nearer >= kTiers || media[nearer] == nullptr || copy.roles[nearer] != Role::kUnused ||
+          copy.roles[kPoolColumn] == Role::kSource || copy.is_awaited || spec.source_leaving)
+        return false;
     }
     if (copy.is_awaited && copy.roles[static_cast<size_t>(Tier::kHost)] != Role::kSource) return false;
     // Without a sink it is a check: of a tier's page, which stays where it is.
@@ -362,7 +370,7 @@ void Mover::Impl::plan(Transfer& transfer) const {
 
   // [stage][queue]; a layer-order landing is one unit of its own.
   std::array<std::array<std::vector<uint32_t>, kQueues>, kStages> runs;
-  std::vector<uint32_t> layered;
+  std::vector<uint32_t> layered, nearing;  // nearing: of stage 0, of I/O unless they have come nearer by then
   for (uint32_t i = 0; i < count; ++i) {
     ColumnMask source = 0, sinks = 0;
     for (int column = 0; column < kTiers; ++column) {
@@ -379,15 +387,15 @@ void Mover::Impl::plan(Transfer& transfer) const {
       page.sinks = {static_cast<ColumnMask>(sinks & ~kPoolMask), kPoolMask};
       if ((source & io) == 0) page.source_stage = 1;
     }
+    const bool does_io = ((source | page.sinks[0]) & io) != 0 || spec.pages[i].foreign.is_known();
     if (page.sinks[0] != 0 || page.sinks[1] == 0)
-      runs[0][((source | page.sinks[0]) & io) != 0 || spec.pages[i].foreign.is_known() ? kIoQueue : kCopyQueue]
-          .push_back(i);
+      (does_io && is_to_near(spec.pages[i]) ? nearing : runs[0][does_io ? kIoQueue : kCopyQueue]).push_back(i);
     if (page.sinks[1] == kPoolMask) {
       layered.push_back(i);
     } else if (page.sinks[1] != 0) {
       runs[1][kIoQueue].push_back(i);
     }
-    progress.awaits |= spec.pages[i].is_awaited;
+    progress.awaits |= spec.pages[i].is_awaited || is_to_near(spec.pages[i]);
     progress.pool_is_sink |= (sinks & kPoolMask) != 0;
     progress.uses_pool[0] |= ((source | page.sinks[0]) & kPoolMask) != 0;
   }
@@ -427,6 +435,7 @@ void Mover::Impl::plan(Transfer& transfer) const {
         std::stable_sort(unit, progress.order.end(), lies_before);
     }
   };
+  cut(0, kIoQueue, nearing, io_unit_pages(nearing.size()), false);
   for (int stage = 0; stage < kStages; ++stage) {
     for (int queue = 0; queue < kQueues; ++queue) {
       const std::vector<uint32_t>& run = runs[static_cast<size_t>(stage)][static_cast<size_t>(queue)];
@@ -1226,7 +1235,8 @@ void Mover::Impl::release(const std::shared_ptr<Transfer>& transfer) noexcept {
   if (progress.awaits) {
     try {
       reach("mover.begin_after");
-      give_up_lost(*transfer);
+      look_what_came(*transfer);
+      leave_io(*transfer);
     } catch (...) {  // which of them have come is not known: none is tried
       const Status reason = note_current_exception();
       for (size_t i = 0; i < progress.pages.size(); ++i) {
@@ -1244,28 +1254,59 @@ void Mover::Impl::release(const std::shared_ptr<Transfer>& transfer) noexcept {
   }
 }
 
-// Of what is awaited, all but what has come: by page and claim number, because a page that failed to come may be on its
-// way again by then, to another slot, for somebody else.
-void Mover::Impl::give_up_lost(Transfer& transfer) {
-  constexpr size_t column = static_cast<size_t>(Tier::kHost);
-  std::unordered_map<uint64_t, Status> came;
+// Of what is awaited, gives up all but what has come; what has come nearer is read there. By page and claim number,
+// because a page that failed to come may be on its way again by then, to another slot, for somebody else.
+void Mover::Impl::look_what_came(Transfer& transfer) {
+  std::array<std::unordered_map<uint64_t, Status>, kTiers> came_to;
+  const auto claim_of = [](const PageCopy& copy, size_t column) {
+    return uint64_t{copy.page} << 32 | copy.numbers[column];
+  };
   for (const std::shared_ptr<Transfer>& before : transfer.spec_.after) {
     std::lock_guard lock(before->mutex_);
     for (size_t i = 0; i < before->spec_.pages.size(); ++i) {
       const PageCopy& copy = before->spec_.pages[i];
-      if (copy.roles[column] != Role::kSink) continue;
-      const bool is_here = (before->progress_->landed[i] & column_mask(static_cast<int>(Tier::kHost))) != 0;
-      came[uint64_t{copy.page} << 32 | copy.numbers[column]] = is_here ? Status::kOk : before->progress_->status[i];
+      for (size_t column = 1; column < kTiers; ++column) {
+        if (copy.roles[column] != Role::kSink) continue;
+        const bool is_here = (before->progress_->landed[i] & column_mask(static_cast<int>(column))) != 0;
+        came_to[column][claim_of(copy, column)] = is_here ? Status::kOk : before->progress_->status[i];
+      }
     }
   }
   for (size_t i = 0; i < transfer.spec_.pages.size(); ++i) {
-    const PageCopy& copy = transfer.spec_.pages[i];
-    if (!copy.is_awaited) continue;
-    const auto found = came.find(uint64_t{copy.page} << 32 | copy.numbers[column]);
+    PageCopy& copy = transfer.spec_.pages[i];
+    if (!copy.is_awaited && !is_to_near(copy)) continue;
+    const auto column = static_cast<size_t>(copy.is_awaited ? Tier::kHost : copy.nearer);
+    const auto& came = came_to[column];
+    const auto found = came.find(claim_of(copy, column));
     const Status status = found == came.end() ? Status::kGone : found->second;
-    if (status == Status::kOk) continue;
-    transfer.progress_->pages[i].is_lost = true;
-    transfer.progress_->pages[i].failure = status == Status::kStale ? Status::kGone : status;
+    if (copy.is_awaited && status != Status::kOk) {
+      transfer.progress_->pages[i].is_lost = true;
+      transfer.progress_->pages[i].failure = status == Status::kStale ? Status::kGone : status;
+    } else if (!copy.is_awaited && status == Status::kOk) {
+      // Nobody else looks at its roles before the transfer is done, but for the pool's.
+      std::replace(copy.roles.begin(), copy.roles.end(), Role::kSource, Role::kUnused);
+      copy.roles[column] = Role::kSource;
+    }
+  }
+}
+
+// What was to be read by I/O and is in memory now does not wait for what is.
+void Mover::Impl::leave_io(Transfer& transfer) noexcept {
+  const ColumnMask io = io_mask();
+  for (UnitPlan& unit : transfer.progress_->units[0]) {
+    const auto needs_io = [&](uint32_t page) {
+      const PageCopy& copy = transfer.spec_.pages[page];
+      for (size_t column = 0; column < kTiers; ++column) {
+        if (copy.roles[column] != Role::kUnused && (io & column_mask(static_cast<int>(column))) != 0) return true;
+      }
+      return copy.foreign.is_known();
+    };
+    const auto first = transfer.progress_->order.begin() + unit.first;
+    if (!unit.io || std::any_of(first, first + unit.count, needs_io)) continue;
+    std::lock_guard lock(queue_mutex);
+    if (!queues[kCopyQueue].try_reserve(1)) return;
+    queues[kIoQueue].unreserve(1);
+    unit.io = false;
   }
 }
 
@@ -1412,6 +1453,15 @@ void Mover::Impl::end_transfer(const std::shared_ptr<Transfer>& transfer) noexce
       ids.reserve(spec.pages.size());
       for (const PageCopy& copy : spec.pages) {
         if (fills_a_tier(copy)) ids.push_back(copy.page);
+      }
+      index->unpin_pages(ids.data(), ids.size());
+    });
+  }
+  if (progress.awaits) {
+    surely([&] {
+      std::vector<PageId> ids;
+      for (const PageCopy& copy : spec.pages) {
+        if (is_to_near(copy)) ids.push_back(copy.page);
       }
       index->unpin_pages(ids.data(), ids.size());
     });

@@ -19,7 +19,8 @@
 //                                                            straight into its slot, verified there before the commit.
 // A transfer that has others to wait for (`after`) holds its room in the queues from the start, and is queued by the
 // worker that ends the last of them: gate, deadline, cancel, drain and poison are to it what they are to one that waits
-// in a queue.
+// in a queue. A page that such another has brought nearer meanwhile is read from there: its unit, which has room among the
+// I/O for what does not come, goes to the copy queue where that has room, and so past what else is to be read.
 // Each layer copied is checked against the checksum its source recorded; a pool source makes the checksums. A page
 // fails alone. A LEAVING source is finished, its record retired and its slot freed once every sink that was filled from
 // it holds the page; else it is kept.

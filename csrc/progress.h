@@ -52,11 +52,11 @@ struct UnitPlan {
 struct Transfer::Progress {
   // Fixed at submit.
   std::shared_ptr<Inbox> inbox;
-  std::vector<uint32_t> order;  // page indices, each unit's contiguous
-  std::array<std::vector<UnitPlan>, kStages> units;
+  std::vector<uint32_t> order;                       // page indices, each unit's contiguous
+  std::array<std::vector<UnitPlan>, kStages> units;  // whether they do I/O: fixed when the first one is queued
   std::array<bool, kStages> uses_pool{};
   bool pool_is_sink = false;
-  bool awaits = false;  // some page is to be brought by a transfer before
+  bool awaits = false;  // some page is to be brought by a transfer before, or nearer by it
   pid_t pid = 0;
   std::chrono::steady_clock::time_point submitted;
 

@@ -44,6 +44,10 @@ struct PageCopy {
   ForeignPlace foreign;
   // The source is still to come, by a transfer of `after` that commits this number of this page there.
   bool is_awaited = false;
+  // A tier that a transfer of `after` brings the page to, kDevice: none. Its slot and claim number are in that column,
+  // whose role is kUnused: where it has come there, that is its source in place of the one named. A page pin of its own
+  // keeps it there, which is returned at the end.
+  Tier nearer = Tier::kDevice;
 };
 
 struct TransferSpec {
@@ -59,7 +63,8 @@ struct TransferSpec {
   uint64_t tag = 0;         // comes back in the inbox
   uint64_t keep_alive = 0;  // token for the retire list; 0: none
   uint64_t epoch = 0;       // informational
-  // Begins once all of these are done. A page that is awaited and that none of them has brought fails with their reason.
+  // Begins once all of these are done. A page that is awaited and that none of them has brought fails with their
+  // reason; one that was to come nearer is read from its own source then.
   std::vector<std::shared_ptr<Transfer>> after;
 };
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepwell import _core
-from stepwell.index import Tier
+from stepwell.index import Taken, Tier
 from stepwell.testing import index_model as m
 from stepwell.testing.index_model import prefix_hashes
 
@@ -85,6 +85,30 @@ def test_lease_id_is_not_used_again() -> None:
         ids.add(lease)
         chain.index.release(lease)
     assert len(ids) == 10
+
+
+def test_what_a_claim_brings_is_pinned_before_it_has_come_and_what_others_bring_is_not() -> None:
+    chain = Chain(1, 2, 3, 4)
+    chain.save(SHARED)
+    lease = chain.match(1 << SHARED).lease
+    batch = chain.index.claim_leased(lease, HOST, np.array([True, True, True, False]))
+    first, second, third = batch.numbers[:3, HOST].tolist()
+    pages = batch.pages[:3]
+    assert chain.index.commit(int(pages[0]), HOST, first) == Status.ok
+    with Taken(chain.index) as taken:
+        pinned = chain.index.pin_copies(lease, HOST, array(first, second, third + 1, 1), taken)
+        assert pinned.outcomes[:, HOST].tolist() == [m.PRESENT, m.PENDING, 0, 0]
+        assert pinned.slots[:2, HOST].tolist() == batch.slots[:2, HOST].tolist()
+        assert pinned.numbers[:, HOST].tolist() == [first, second, 0, 0]
+        assert pinned.pages.tolist() == [*pages[:2].tolist(), NO_PAGE, NO_PAGE]
+        for page, number in zip(pages[1:].tolist(), (second, third), strict=True):
+            assert chain.index.commit(page, HOST, number) == Status.ok
+        chain.index.unpin_pages(pages)
+        assert chain.index.counts(HOST)["pinned"] == 2
+        with pytest.raises(ValueError, match="fewer numbers"):
+            chain.index.pin_copies(lease, HOST, array(first), taken)
+    assert chain.index.counts(HOST)["pinned"] == 0
+    assert chain.index.check() == ""
 
 
 def test_retained_lease_needs_as_many_releases_as_owners() -> None:

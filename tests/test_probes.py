@@ -428,7 +428,7 @@ def test_a_copy_begun_ahead_that_is_cancelled_keeps_no_get(open_rig: OpenRig) ->
             rig.store.probe(keys_of(*range(4)), lease=LONG)
             wait_paused("mover.unit")
             running = pool.submit(get, rig, keys_of(*range(4)))
-            for each in rig.store._probes._ahead:
+            for each in rig.store._copies._ahead:
                 each.core.cancel()
         assert running.result() == [True] * 4
 

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,32 @@ def test_prefix_hashes_name_the_parent_and_an_empty_list_the_first_page(open_sto
     store = storage._members["kv"].store
     assert store.evict(Tier.SHARED, 2) == 2
     assert [store.state(bytes.fromhex(key))[Tier.SHARED].name for key in keys] == ["RESIDENT"] * 4 + ["ABSENT"] * 2
+
+
+def test_a_get_that_follows_at_once_reads_each_page_from_disk_once(open_storage: Open) -> None:
+    """SGLang asks, and gets what it was told of in the next call: hit query and fetch of cache_controller.py."""
+    pool = MHATokenToKVPoolHost("page_first")
+    fill(pool)
+    storage = open_storage(pool)
+    keys = hashes(6)
+    want = [pool.element(page).copy() for page in range(3)]
+    assert all(storage.batch_set_v1(keys[:3], pages_of(pool, 0, 1, 2)))
+    store = storage._members["kv"].store
+    assert store.flush()
+    assert store.evict(Tier.SHARED, 3) == 3
+    before = store.stats().tiers["disk"].bytes_read
+    with ThreadPoolExecutor(1) as threads:
+        with inject("mover.unit", "pause"):
+            assert storage.batch_exists(keys) == 3
+            wait_paused("mover.unit")
+            begun = store.stats().transfers + len(store._copies.running())
+            getting = threads.submit(storage.batch_get_v1, keys[:3], pages_of(pool, 9, 8, 7))
+            while store.stats().transfers + len(store._copies.running()) == begun:
+                assert not getting.done()
+        assert getting.result() == [True] * 3
+    assert store.stats().tiers["disk"].bytes_read - before == 3 * store._config.geometry.page_bytes
+    for page, element in zip((9, 8, 7), want, strict=True):
+        assert np.array_equal(pool.element(page).view(np.uint16), element.view(np.uint16))
 
 
 def test_only_prefixes_that_every_pool_can_restore_are_offered(open_storage: Open) -> None:

@@ -493,6 +493,22 @@ void bind_index(nb::module_& module) {
           nb::arg("unless") = 0, Release(),
           "Claim in `target` what a lease covers in `source` and lacks there; one row a claimed page.")
       .def(
+          "pin_copies",
+          [](Index& self, uint64_t lease, int tier, const Array1<uint32_t>& numbers, TakenHandle& into) {
+            if (numbers.shape(0) < self.lease_length(lease))
+              throw nb::value_error("fewer numbers than pages of the lease");
+            ClaimBatch out;
+            self.pin_copies(lease, to_tier(tier), numbers.data(), &out);
+            std::vector<PageId> pinned = out.pages;
+            std::erase(pinned, kNoPage);
+            into.add_pins(pinned);
+            return out;
+          },
+          nb::arg("lease"), nb::arg("tier"), nb::arg("numbers"), nb::arg("into"), Release(),
+          "Pin those of a lease's pages that a claim brings to a tier, or has brought; numbers: uint32[n], 0 for none, "
+          "as "
+          "the\nrows of the batch one a page of the lease.")
+      .def(
           "commit",
           [](Index& self, uint32_t page, int tier, uint32_t number) {
             return self.commit(page, to_tier(tier), number);

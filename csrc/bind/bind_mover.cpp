@@ -154,7 +154,8 @@ class MoverHandle {
                                               const PoolHandle* pool, const nb::object& keep_alive,
                                               const InboxHandle* inbox, const std::vector<ForeignPlace>* places,
                                               const std::vector<const TransferHandle*>& after,
-                                              const std::optional<Array1<uint8_t>>& awaited, TakenHandle* taken,
+                                              const std::optional<Array1<uint8_t>>& awaited,
+                                              const std::optional<Array1<uint8_t>>& nearer, TakenHandle* taken,
                                               TransferSpec spec) {
     if (is_forked()) return Status::kClosed;  // before any mutex: the parent's workers may have held it
     if (inbox != nullptr && inbox->is_forked()) return Status::kClosed;
@@ -165,8 +166,9 @@ class MoverHandle {
     require_columns("roles", count, roles.shape(0), roles.shape(1));
     require_columns("slots", count, slots.shape(0), slots.shape(1));
     require_columns("numbers", count, numbers.shape(0), numbers.shape(1));
-    if ((places != nullptr && places->size() != count) || (awaited && awaited->size() != count))
-      throw std::invalid_argument("places or awaited are not as many as the pages");
+    if ((places != nullptr && places->size() != count) || (awaited && awaited->size() != count) ||
+        (nearer && nearer->size() != count))
+      throw std::invalid_argument("places, awaited or nearer are not as many as the pages");
     for (const TransferHandle* before : after) spec.after.push_back(before->shared());
     if (pool != nullptr) spec.pool = pool->layout;
     if (!keep_alive.is_none()) {
@@ -192,6 +194,7 @@ class MoverHandle {
         }
         if (places != nullptr) copy.foreign = (*places)[i];
         copy.is_awaited = awaited && awaited->data()[i] != 0;
+        if (nearer) copy.nearer = static_cast<Tier>(nearer->data()[i]);
       }
       status = mover_->submit(std::move(spec), told, &transfer);
       if (status == Status::kOk && taken != nullptr) {
@@ -460,7 +463,8 @@ void bind_mover_class(nb::module_& module) {
              bool source_leaving, uint8_t work_class, bool unpin_pages, uint64_t lease, uint64_t tag,
              const nb::object& keep_alive, const InboxHandle* inbox, const ForeignRun* run,
              const std::optional<Array1<uint32_t>>& rows, const std::vector<const TransferHandle*>& after,
-             const std::optional<Array1<uint8_t>>& awaited, TakenHandle* taken) {
+             const std::optional<Array1<uint8_t>>& awaited, const std::optional<Array1<uint8_t>>& nearer,
+             TakenHandle* taken) {
             std::vector<ForeignPlace> places;
             if (run != nullptr && rows) {
               for (size_t i = 0; i < rows->size(); ++i) places.push_back(run->places.at(rows->data()[i]));
@@ -473,7 +477,7 @@ void bind_mover_class(nb::module_& module) {
             spec.lease = lease;
             spec.tag = tag;
             return self.submit(pages, roles, slots, numbers, pool, keep_alive, inbox,
-                               run == nullptr ? nullptr : &places, after, awaited, taken, std::move(spec));
+                               run == nullptr ? nullptr : &places, after, awaited, nearer, taken, std::move(spec));
           },
           nb::arg("pages"), nb::arg("roles"), nb::arg("slots"), nb::arg("numbers"), nb::kw_only(),
           nb::arg("pool").none() = nb::none(), nb::arg("layer_order") = false, nb::arg("source_leaving") = false,
@@ -481,7 +485,7 @@ void bind_mover_class(nb::module_& module) {
           nb::arg("keep_alive").none() = nb::none(), nb::arg("inbox").none() = nb::none(),
           nb::arg("run").none() = nb::none(), nb::arg("rows").none() = nb::none(),
           nb::arg("after") = std::vector<const TransferHandle*>(), nb::arg("awaited").none() = nb::none(),
-          nb::arg("taken").none() = nb::none(),
+          nb::arg("nearer").none() = nb::none(), nb::arg("taken").none() = nb::none(),
           "Queue a batch of page copies and what follows them.\n\n"
           "pages: uint32[n] ids; roles: uint8[n, 4] of Role, slots and numbers: uint32[n, 4], one column a tier, "
           "column 0 the lent\n"
@@ -489,7 +493,10 @@ void bind_mover_class(nb::module_& module) {
           "With `run`, page i comes from a neighbour, from place rows[i] of it, and has no source. `after`: begins "
           "once "
           "these\n"
-          "are done; page i with awaited[i] != 0 is one that they are to bring to host memory under its number there.\n"
+          "are done; page i with awaited[i] != 0 is one that they are to bring to host memory under its number there; "
+          "one with\n"
+          "nearer[i] != 0 is read in that tier, where they bring it under its number there, and its pin goes with the "
+          "transfer.\n"
           "`taken`: what the transfer has from now on, all of it.\n"
           "Returns a Transfer, or the Status that refused it (queue_full, closed, poisoned, invalid): then nothing was "
           "consumed.")

@@ -38,12 +38,15 @@ U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
+NONE: Final = int(ClaimOutcome.NONE)
 NEW: Final = int(ClaimOutcome.NEW)
 PENDING: Final = int(ClaimOutcome.PENDING)
 PRESENT: Final = int(ClaimOutcome.PRESENT)
 FULL: Final = int(ClaimOutcome.FULL)
 REFUSED: Final = int(ClaimOutcome.REFUSED)
 NOT_FULL: Final = 0xFFFFFFFF
+_AHEAD_PAGES: Final = 128
+"""Of one transfer of a read-ahead: who gets the first pages of a long run does not wait for the last."""
 _MOST_USED: Final = 1024
 """Pages that one lookup may have written to disk: the rest waits for the next."""
 _LOOK_SECONDS: Final = 1.0
@@ -83,6 +86,33 @@ class Awaited:
         return Awaited(self.rows[rows], self.numbers[rows], self.after)
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Which pages of a load's plan others bring nearer: for each row the tier or 0, uint8[n], its slot and claim number
+    there, uint32[n], and the transfers that bring them: the load begins once these are done.
+    """
+
+    tiers: U8
+    slots: U32
+    numbers: U32
+    after: list[_core.Transfer]
+
+
+@dataclass(slots=True, eq=False)
+class Ahead:
+    """A copy of pages into a tier that was begun ahead of who loads them. is_joined: a load waits for it.
+
+    was_done: at the last account().
+    """
+
+    core: _core.Transfer
+    tier: Tier
+    pages: U32
+    numbers: U32
+    is_joined: bool = False
+    was_done: bool = False
+
+
 @dataclass(slots=True)
 class _Staged:
     """A copy of neighbours' pages into host memory. was_done: at the last account()."""
@@ -98,13 +128,13 @@ class _Watched(msgspec.Struct, frozen=True):
     is_load: bool
     epoch: int
     roles: U8  # of its plan
-    foreign: int  # mask of the tiers in whose directories it reads neighbours' files
+    others: int  # mask of the tiers that it reads beside: in whose directories, neighbours' files; or what came nearer
     after: list[_core.Transfer]  # that it waits for
 
     def touches(self, tier: Tier) -> bool:
         """Whether it reads or writes a tier's directory: by its plan, in place of a source that failed, or a
         neighbour's."""
-        return bool((self.roles[:, tier] != UNUSED).any() or (self.foreign | self.core.asked) >> tier & 1)
+        return bool((self.roles[:, tier] != UNUSED).any() or (self.others | self.core.asked) >> tier & 1)
 
 
 class Copies:
@@ -126,6 +156,7 @@ class Copies:
         self._watched: dict[int, _Watched] = {}
         self._left: list[tuple[_core.Transfer, U8]] = []  # given up, not ended; the roles of their pages
         self._staged: list[_Staged] = []  # GUARDED_BY(_lock); those that may still be waited for
+        self._ahead: list[Ahead] = []  # GUARDED_BY(_lock); those that a load may join
         self.observe: Callable[..., Transfer] = Transfer
         """Makes what callers see of a batch; `stepwell.testing.stepped` has one that works while it waits."""
 
@@ -196,6 +227,9 @@ class Copies:
     ) -> Transfer:
         """Submit a load of a match's pages into the caller's pool, one slot a page; disk pages also go back up.
 
+        Those that are on their way up already, begun ahead, are not read again: the load waits for them, and reads what
+        does not come where it was found.
+
         Args:
             taken: nothing is in it; an exception that leaves its block ends the load.
 
@@ -210,7 +244,9 @@ class Copies:
         plan = _plan_from(ids, tiers, slots)
         plan.roles[:, POOL_COLUMN] = SINK
         plan.slots[:, POOL_COLUMN] = into.slots
-        has_claims = self._claim_way_up(plan, lease, tiers, taken)
+        joined = self._join(lease, ids, tiers, taken)
+        cold = tiers == _DISK if joined is None else (tiers == _DISK) & (joined.tiers == 0)
+        has_claims = self._claim_way_up(plan, lease, cold, taken)
         taken.retain(lease)
         transfer = self.submit(
             plan,
@@ -223,6 +259,7 @@ class Copies:
             is_load=True,
             inbox=inbox,
             awaited=awaited,
+            joined=joined,
             taken=taken,
         )
         if transfer is None:
@@ -276,31 +313,79 @@ class Copies:
         after = [each.core for each in staged if np.isin(each.pages, ids[rows]).any()]
         return ids, tiers, slots, Awaited(rows, numbers, after)
 
-    def read_ahead(self, lease: int, target: Tier, most: int) -> tuple[list[tuple[_core.Transfer, U32]], int]:
+    def _join(self, lease: int, ids: U32, tiers: U8, taken: Taken) -> _Joined | None:
+        """Find the disk pages of a lease that copies begun ahead bring nearer, and pin them where they come.
+
+        Returns:
+            None: there are none. Else the copies are dropped by nobody but who closes a tier, and `taken` has the pins.
+        """
+        usable = self._room.readable
+        with self._lock:
+            ahead = [each for each in self._ahead if usable >> each.tier & 1]
+        if not ahead or not np.count_nonzero(tiers == _DISK):
+            return None
+        joined = _Joined(np.zeros_like(tiers), np.zeros_like(ids), np.zeros_like(ids), [])
+        for tier in sorted({each.tier for each in ahead}):
+            bringing = [each for each in ahead if each.tier is tier]
+            pages = np.concatenate([each.pages for each in bringing])
+            order = np.argsort(pages, kind="stable")
+            rows = np.searchsorted(pages[order], ids, side="right") - 1  # of a page begun twice: the later one
+            rows = order[np.maximum(rows, 0)]
+            is_coming = (pages[rows] == ids) & (tiers == _DISK) & (joined.tiers == 0)
+            if not np.count_nonzero(is_coming):
+                continue
+            numbers = np.concatenate([each.numbers for each in bringing])[rows]
+            batch = self._index.pin_copies(lease, tier, np.where(is_coming, numbers, np.uint32(0)), taken)
+            pinned = batch.outcomes[:, tier] != NONE
+            joined.tiers[pinned] = tier
+            joined.slots[pinned], joined.numbers[pinned] = batch.slots[pinned, tier], numbers[pinned]
+            owners = np.repeat(np.arange(len(bringing)), [each.pages.size for each in bringing])[rows[pinned]]
+            for each in (bringing[owner] for owner in np.unique(owners).tolist()):
+                each.is_joined = True
+                joined.after.append(each.core)
+        return joined if joined.after else None
+
+    def read_ahead(self, lease: int, target: Tier, most: int) -> tuple[list[Ahead], int]:
         """Start bringing up to `most` of a lease's disk pages into a tier, that no nearer one has or is getting.
 
         Returns:
-            The transfers, with the pages of each, and how many pages found no room. No transfer where the mover's queue
-            has none.
+            The transfers, and how many pages at most found no room. No transfer where the mover's queue has none.
         """
-        begun: list[tuple[_core.Transfer, U32]] = []
+        begun: list[Ahead] = []
+        left = most
+        while left:
+            wanted = part = min(left, _AHEAD_PAGES)
+            for is_first in (True, False):
+                each, lacking = self._begin_ahead(lease, target, wanted)
+                if each is not None:
+                    begun.append(each)
+                    left -= each.pages.size
+                    part -= each.pages.size
+                if lacking and is_first:
+                    self._room.make(target, lacking)
+                    wanted = lacking
+                else:
+                    break
+            if part:  # no more of the lease's pages, no room for them, or none in the queue
+                return begun, left if lacking else 0
+        return begun, 0
+
+    def _begin_ahead(self, lease: int, target: Tier, most: int) -> tuple[Ahead | None, int]:
+        """Start one transfer of a read-ahead. Returns it, or None, and how many of the pages found no room."""
         nearer = self._room.readable & tier_mask(Tier.HOST, Tier.SHARED)
-        lacking = most
-        for is_first in (True, False):
-            with Taken(self._index) as taken:
-                batch = self._index.claim_copies(lease, Tier.DISK, target, lacking, into=taken, unless=nearer)
-                plan, lacking = _copy_plan(batch, Tier.DISK, target), batch.lacking
-                if plan.pages.size:
-                    transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, taken=taken)
-                    core = None if transfer is None else core_transfer(transfer)
-                    if core is None:
-                        return begun, 0
-                    begun.append((core, plan.pages))
-            if lacking and is_first:
-                self._room.make(target, lacking)
-            else:
-                break
-        return begun, lacking
+        with Taken(self._index) as taken:
+            batch = self._index.claim_copies(lease, Tier.DISK, target, most, into=taken, unless=nearer)
+            plan = _copy_plan(batch, Tier.DISK, target)
+            if plan.pages.size == 0:
+                return None, batch.lacking
+            transfer = self.submit(plan, pool=None, work_class=WorkClass.LOAD, unpin_pages=True, taken=taken)
+            core = None if transfer is None else core_transfer(transfer)
+            if core is None:
+                return None, 0
+            each = Ahead(core, target, plan.pages, plan.numbers[:, target].copy())
+            with self._lock:
+                self._ahead.append(each)
+            return each, batch.lacking
 
     def write_used(self, match: Match) -> None:
         """Start writing a match's pages to disk that are in shared memory only: this is their second use.
@@ -327,14 +412,13 @@ class Copies:
                 self._counters.selected(plan.pages.size, 0)
             return int(batch.full_at)
 
-    def _claim_way_up(self, plan: Plan, lease: int, tiers: U8, taken: Taken) -> bool:
-        """Give the plan's disk pages a place in shared memory, or where that is full in host memory.
+    def _claim_way_up(self, plan: Plan, lease: int, open_rows: Bools, taken: Taken) -> bool:
+        """Give pages of the plan a place in shared memory, or where that is full in host memory.
 
         Returns:
             Whether there are claims, in `taken`; each has pinned its page.
         """
         has_claims = False
-        open_rows = tiers == _DISK
         for target in (Tier.SHARED, Tier.HOST):
             pages = int(np.count_nonzero(open_rows))
             if pages == 0:
@@ -412,6 +496,7 @@ class Copies:
         run: _core.ForeignRun | None = None,
         run_rows: U32 | None = None,
         awaited: Awaited | None = None,
+        joined: _Joined | None = None,
         taken: Taken | None = None,
     ) -> Transfer | None:
         """Hand a plan to the mover; its claims and, if `lease`, one reference of that are the mover's then.
@@ -427,10 +512,17 @@ class Copies:
         if mover is None:
             return None
         tag, epoch = next(self._tags), self.epoch.number
-        after = [] if awaited is None else awaited.after
-        foreign = 0 if run is None else tier_mask(*map(Tier, np.unique(run.tiers()[run_rows]).tolist()))
+        after: list[_core.Transfer] = []
+        others = 0 if run is None else tier_mask(*map(Tier, np.unique(run.tiers()[run_rows]).tolist()))
         if awaited is not None:
             plan.numbers[awaited.rows, Tier.HOST] = awaited.numbers[awaited.rows]
+            after += awaited.after
+        if joined is not None:
+            rows = np.flatnonzero(joined.tiers)
+            plan.slots[rows, joined.tiers[rows]] = joined.slots[rows]
+            plan.numbers[rows, joined.tiers[rows]] = joined.numbers[rows]
+            after += joined.after
+            others |= tier_mask(*map(Tier, np.unique(joined.tiers[rows]).tolist()))
         core = mover.submit(
             plan.pages,
             plan.roles,
@@ -448,6 +540,7 @@ class Copies:
             rows=run_rows,
             after=after,
             awaited=None if awaited is None else awaited.rows.astype(np.uint8),
+            nearer=None if joined is None else joined.tiers,
             taken=taken,
         )
         if not isinstance(core, _core.Transfer):
@@ -455,7 +548,7 @@ class Copies:
         at = None if deadline is None else self._clock.monotonic() + deadline
         transfer = self.observe(core, self._clock, pages=plan.pages.size, deadline_at=at)
         with self._lock:
-            self._watched[tag] = _Watched(transfer, core, is_load, epoch, plan.roles, foreign, after)
+            self._watched[tag] = _Watched(transfer, core, is_load, epoch, plan.roles, others, after)
         return transfer
 
     def ended(
@@ -530,6 +623,7 @@ class Copies:
             self._left = [*self._left, *((each.core, each.roles) for each in gone)]
             left = {id(core) for core, _ in self._left}
             self._staged = [each for each in self._staged if id(each.core) not in left]
+            self._ahead = [each for each in self._ahead if id(each.core) not in left]
         self._count(gone)
 
     def left_behind(self, tier: Tier) -> int:
@@ -558,6 +652,9 @@ class Copies:
             self._staged = [each for each in self._staged if not each.was_done]
             for each in self._staged:
                 each.was_done = each.core.done
+            self._ahead = [each for each in self._ahead if not each.was_done]
+            for begun in self._ahead:
+                begun.was_done = begun.core.done
         self._count(finished)
 
     def _count(self, finished: Iterable[_Watched]) -> None:

@@ -17,9 +17,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from stepwell import _core
 from stepwell.clock import Clock
-from stepwell.copies import Copies
+from stepwell.copies import Ahead, Copies
 from stepwell.index import Index, Tier
 from stepwell.lease import Match
 from stepwell.room import Room
@@ -31,12 +30,10 @@ _SHARE_AHEAD: Final = 0.125
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ahead:
+class _Begun:
     """A copy that a probe has begun. is_asked_for: by one with a lease: dropped once nobody asks for a page of it."""
 
-    core: _core.Transfer
-    tier: Tier
-    pages: npt.NDArray[np.uint32]
+    ahead: Ahead
     is_asked_for: bool
 
 
@@ -56,7 +53,7 @@ class ProbeLeases:
         self._clock = clock
         self._most_queued = queue_units // 2
         self._lock = threading.Lock()
-        self._ahead: list[_Ahead] = []  # GUARDED_BY(_lock); those that may run still
+        self._begun: list[_Begun] = []  # GUARDED_BY(_lock); those that may run still
         self.allowed: dict[Tier, int] = {}
         """How many pages probes may keep in each tier."""
         self.dropped = 0
@@ -89,7 +86,7 @@ class ProbeLeases:
             most = min(lacking, self._room_ahead(tier))
             begun, lacking = self._copies.read_ahead(match.lease_id(), tier, most)
             with self._lock:
-                self._ahead += [_Ahead(core, tier, pages, is_leased) for core, pages in begun]
+                self._begun += [_Begun(each, is_leased) for each in begun]
 
     def end_due(self) -> None:
         """Keep no longer what has been kept for its time; drop what was to come for it. The keeper's round."""
@@ -98,14 +95,12 @@ class ProbeLeases:
         for tier, pages in self.allowed.items():
             self._index.allow_courtesies(tier, pages)
         with self._lock:
-            self._ahead = [each for each in self._ahead if not each.core.done]
-            unasked = [
-                each for each in self._ahead if each.is_asked_for and not self._index.has_courtesy(each.pages)
-            ]
-            self._ahead = [each for each in self._ahead if each not in unasked]
+            self._begun = [each for each in self._begun if not each.ahead.core.done]
+            unasked = [each for each in self._begun if self._is_unasked(each)]
+            self._begun = [each for each in self._begun if each not in unasked]
             self.dropped += len(unasked)
         for each in unasked:
-            each.core.cancel()
+            each.ahead.core.cancel()
 
     def end_for(self, tier: Tier) -> bool:
         """Keep no longer, of what is in a tier, the half that was asked for longest ago. False: there is none."""
@@ -123,14 +118,19 @@ class ProbeLeases:
         """Keep nothing any more."""
         self._index.end_courtesies()
 
+    def _is_unasked(self, begun: _Begun) -> bool:
+        """Say whether nobody wants what is being brought: no probe that keeps it, and no load that has joined."""
+        ahead = begun.ahead
+        return begun.is_asked_for and not ahead.is_joined and not self._index.has_courtesy(ahead.pages)
+
     def _room_ahead(self, tier: Tier) -> int:
         """Say how many pages more may be begun for a tier. A page is one unit of the mover's work at most."""
         mover = self._copies.mover
         if mover is None:
             return 0
         with self._lock:
-            self._ahead = [each for each in self._ahead if not each.core.done]
-            running = sum(each.pages.size for each in self._ahead if each.tier is tier)
+            self._begun = [each for each in self._begun if not each.ahead.core.done]
+            running = sum(each.ahead.pages.size for each in self._begun if each.ahead.tier is tier)
         moved = mover.stats()
         queued = int(moved["queued_copy"] + moved["queued_io"])
         share = max(1, int(_SHARE_AHEAD * int(self._index.counts(tier)["capacity"])))

@@ -1940,4 +1940,131 @@ TEST_CASE("what is awaited must be a source in host memory") {
   world.index.release(lease);
 }
 
+// ---- what is brought nearer meanwhile --------------------------------------------------------------------------
+
+namespace {
+
+// A load from disk of pages that `bringer` brings to shared memory, by the claims of `bringing`.
+TransferSpec joiner_spec(World& world, std::vector<Saved>& pages, const TransferSpec& bringing,
+                         std::shared_ptr<Transfer> bringer) {
+  TransferSpec spec = world.load_spec(pages, kDisk);
+  std::vector<uint32_t> numbers;
+  for (const PageCopy& copy : bringing.pages) numbers.push_back(copy.numbers[kShared]);
+  ClaimBatch joined;
+  world.index.pin_copies(spec.lease, Tier::kShared, numbers.data(), &joined);
+  for (size_t i = 0; i < spec.pages.size(); ++i) {
+    PageCopy& copy = spec.pages[i];
+    REQUIRE(joined.pages[i] == copy.page);
+    copy.slots[kPool] += 32;
+    copy.slots[kShared] = joined.slots[i * kTiers + kShared];
+    copy.numbers[kShared] = joined.numbers[i * kTiers + kShared];
+    copy.nearer = Tier::kShared;
+  }
+  spec.after.push_back(std::move(bringer));
+  return spec;
+}
+
+}  // namespace
+
+TEST_CASE("a page that is brought nearer meanwhile is read there, and from its own source no more") {
+  for (const bool layer_order : {false, true}) {
+    for (const MoverOptions& options : {World::stepped(), World::threaded()}) {
+      World world(options);
+      auto saved = world.save(1, 6, tiers({kDisk}));
+      TransferSpec bringing = world.load_spec(saved, kDisk, tiers({kShared}));
+      world.shared.before_finish.hold();
+      if (options.copy_threads == 0) world.shared.before_finish.release();
+      const auto bringer = world.submit(bringing);
+      TransferSpec load = joiner_spec(world, saved, bringing, bringer);
+      load.layer_order = layer_order;
+      const auto joiner = world.submit(std::move(load));
+      CHECK(!joiner->done());
+      world.shared.before_finish.release();
+      world.finish(bringer);
+      world.finish(joiner);
+      CHECK(World::all(joiner, Status::kOk));
+      CHECK(joiner->layers_done() == world.shape.layers());
+      for (uint32_t i = 0; i < 6; ++i) CHECK(world.holds(32 + i, 1 + i));
+      CHECK(world.mover->stats().bytes_read[kDisk] == 6 * world.shape.page_bytes());
+      CHECK(world.mover->stats().bytes_read[kShared] == 6 * world.shape.page_bytes());
+      world.check_settled();
+    }
+  }
+}
+
+TEST_CASE("what has come nearer does not wait for what else is to be read") {
+  World world;
+  auto saved = world.save(1, 4, tiers({kDisk}));
+  auto others = world.save(10, 2, tiers({kDisk}));
+  TransferSpec bringing = world.load_spec(saved, kDisk, tiers({kShared}));
+  const auto bringer = world.submit(bringing);
+  const auto joiner = world.submit(joiner_spec(world, saved, bringing, bringer));
+  const auto other = world.submit(world.load_spec(others, kDisk));
+  while (!bringer->done()) REQUIRE(world.mover->step(1));
+  while (!joiner->done()) REQUIRE(world.mover->step(0));
+  CHECK(!other->done());
+  world.finish(other);
+  CHECK(World::all(joiner, Status::kOk));
+  world.check_settled();
+}
+
+TEST_CASE("what does not come nearer is read from its own source") {
+  for (const int how : {0, 1, 2, 3, 4}) {
+    World world;
+    auto saved = world.save(1, 5, tiers({kDisk}));
+    TransferSpec bringing = world.load_spec(saved, kDisk, tiers({kShared}));
+    if (how == 0) world.shared.finish_fails.arm(3, Status::kIOError);
+    const auto bringer = world.submit(bringing);
+    TransferSpec load = joiner_spec(world, saved, bringing, bringer);
+    if (how == 1) ++load.pages[2].numbers[kShared];  // an older claim's
+    if (how == 2) load.after.clear();
+    const auto joiner = world.submit(std::move(load));
+    if (how == 3) bringer->cancel();
+    if (how == 4) fault::arm("mover.begin_after", fault::Action::kErrno, 1, ENOMEM);
+    world.finish(joiner);
+    CHECK(World::all(joiner, Status::kOk));
+    for (uint32_t i = 0; i < 5; ++i) CHECK(world.holds(32 + i, 1 + i));
+    const uint64_t again[] = {1, 1, 5, 0, 5};  // pages that two read, or the joiner alone
+    CHECK(world.mover->stats().bytes_read[kDisk] == (5 + again[how]) * world.shape.page_bytes());
+    world.check_settled();
+  }
+}
+
+TEST_CASE("cancelled, gated or drained, a transfer that waits for what comes nearer returns everything") {
+  for (const int how : {0, 1, 2}) {
+    World world;
+    auto saved = world.save(1, 4, tiers({kDisk}));
+    TransferSpec bringing = world.load_spec(saved, kDisk, tiers({kShared}));
+    const auto bringer = world.submit(bringing);
+    const auto joiner = world.submit(joiner_spec(world, saved, bringing, bringer));
+    world.paint(std::byte{0xee});
+    if (how == 0) joiner->cancel();
+    if (how == 1) joiner->close_gate();
+    if (how == 2) {
+      CHECK(!world.mover->drain(0, false));
+    } else {
+      world.run();
+    }
+    CHECK(joiner->done());
+    CHECK(World::all(joiner, how == 1 ? Status::kDeadline : Status::kCancelled));
+    for (uint32_t i = 0; i < 4; ++i) CHECK(world.pool_slot(32 + i)[0] == std::byte{0xee});
+    world.check_settled();
+  }
+}
+
+TEST_CASE("what comes nearer comes to a tier that the page has no part in yet") {
+  for (const int how : {0, 1, 2, 3}) {
+    World world;
+    auto saved = world.save(1, 1, tiers({kDisk, kShared}));
+    TransferSpec spec = world.load_spec(saved, kDisk);
+    const uint64_t lease = spec.lease;
+    spec.pages[0].nearer = how == 0 ? Tier::kDisk : how == 1 ? static_cast<Tier>(9) : Tier::kShared;
+    if (how == 2) spec.pages[0].is_awaited = true;
+    if (how == 3) spec.source_leaving = true;
+    std::shared_ptr<Transfer> transfer;
+    CHECK(world.mover->submit(std::move(spec), nullptr, &transfer) == Status::kInvalid);
+    world.index.release(lease);
+  }
+}
+
 }  // namespace stepwell
