@@ -1,7 +1,8 @@
-// Memory for large arrays, in huge pages where the kernel gives them.
+// Memory for large arrays and for the buffers of direct I/O, in huge pages where the kernel gives them.
 //
 // Why: a new prompt of 8,192 pages looks at 8,192 random places of the page table, and with 4 KiB pages each is a TLB
-// miss that a prefetch cannot hide. A hint only: where huge pages are off, it is plain memory.
+// miss that a prefetch cannot hide; of buffers medium.cc says it. A hint only: where huge pages are off, it is plain
+// memory.
 #pragma once
 
 #include <cstddef>

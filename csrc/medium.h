@@ -12,8 +12,9 @@
 namespace stepwell {
 
 // A worker's private memory: one page-sized, 4096-aligned buffer for a source, one for a target, and the checksums of
-// both; and one buffer for the pages of a run. Allocated on first use, grown never shrunk; owned by one worker, so it
-// stays valid while a stalled call writes to it.
+// both; and one buffer for the pages of a run. From 512 KiB on a buffer is of whole huge pages, where the kernel gives
+// them. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes
+// to it.
 class Scratch {
  public:
   // Null where memory is short: the caller reports kIOError.
