@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from buffers import huge_buffers
 
 from stepwell import _core
 from stepwell.config import DiskTier, SharedTier, StoreConfig
@@ -32,22 +32,12 @@ from stepwell.index import Tier
 from stepwell.store import PageStore
 
 IO_THREADS = 2
-HUGE_PAGE = 2 << 20
 
 
 def timed(action: Callable[[], None]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
-
-
-def huge_buffers(count: int, size: int) -> list[memoryview]:
-    """Return buffers that begin on a huge page each: a disk is told of one piece of memory then, not of hundreds."""
-    room = -(-size // HUGE_PAGE) * HUGE_PAGE
-    memory = mmap.mmap(-1, count * room + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
-    return [memoryview(memory)[first + i * room :][:size] for i in range(count)]
 
 
 def raw_disk(directory: Path, page_bytes: int, pages: int, *, write: bool) -> float:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "crc32c.h"
 #include "guard.h"
@@ -13,14 +14,17 @@ namespace stepwell {
 namespace {
 
 constexpr size_t kScratchAlignment = 4096;  // the largest direct-I/O alignment a volume may have
-// From here on a buffer is of huge pages. A disk is told which pieces of memory a call is about, and takes a bounded
-// number of them at a time (virtio 254): in pages of 4 KiB, 2 MiB are 512 pieces in three requests, in a huge page they
-// are one in one (measured: 4 threads, 0.5 and 1.3 GB/s read, 0.4 and 0.6 GB/s written; benchmarks/bench_volume.py).
-constexpr size_t kHugeFrom = 512 << 10;
+// From here on a buffer lies in huge pages. A disk is told which pieces of memory a call is about, pays for each, and
+// takes a bounded number at a time (virtio 254): in pages of 4 KiB, 2 MiB are 512 pieces in three requests, in a huge
+// page they are one in one (measured: 4 threads read 2 MiB at a time at 0.6 and 1.2 GB/s, 64 KiB at 0.4 and 0.6, and
+// write 2 MiB at 0.4 and 0.6; benchmarks/bench_volume.py has it for one thread).
+constexpr size_t kHugeFrom = 64 << 10;
 
-// 4096-aligned, not initialised; null where memory is short.
+constexpr size_t round_up(size_t bytes, size_t alignment) { return (bytes + alignment - 1) / alignment * alignment; }
+
+// Not initialised; null where memory is short.
 std::byte* allocate(size_t bytes) noexcept {
-  if (bytes < kHugeFrom) return static_cast<std::byte*>(std::aligned_alloc(kScratchAlignment, bytes));
+  if (bytes < kHugePage) return static_cast<std::byte*>(std::aligned_alloc(kScratchAlignment, bytes));
   try {
     return static_cast<std::byte*>(huge_allocate(bytes));
   } catch (const std::bad_alloc&) {
@@ -38,23 +42,24 @@ Status copy_layer(std::byte* target, const std::byte* source, uint64_t bytes, bo
 
 void Scratch::Free::operator()(std::byte* memory) const noexcept { huge_free(memory); }
 
-std::byte* Scratch::grow(std::unique_ptr<std::byte, Free>* memory, size_t* have, size_t want) noexcept {
-  if (want <= *have) return memory->get();
-  const size_t alignment = want < kHugeFrom ? kScratchAlignment : kHugePage;
-  if (want > SIZE_MAX - alignment) return nullptr;
-  const size_t rounded = (want + alignment - 1) / alignment * alignment;
-  std::byte* const fresh = allocate(rounded);
-  if (fresh == nullptr) return nullptr;
-  memory->reset(fresh);
-  *have = rounded;
-  return fresh;
+std::byte* Scratch::grow(Buffer* buffer, size_t want) noexcept {
+  if (want <= buffer->bytes) return buffer->first;
+  if (want > SIZE_MAX - kHugePage) return nullptr;
+  const size_t bytes = round_up(want, kScratchAlignment);
+  if (bytes >= kHugeFrom && bytes <= kHugePage - common_taken_) {
+    if (common_ == nullptr) common_.reset(allocate(kHugePage));
+    if (common_ == nullptr) return nullptr;
+    *buffer = {common_.get() + common_taken_, bytes, nullptr};
+    common_taken_ += bytes;  // where it was before is left as it is: a worker's pages are of one size
+    return buffer->first;
+  }
+  const size_t rounded = bytes < kHugeFrom ? bytes : round_up(bytes, kHugePage);
+  Memory own(allocate(rounded));
+  if (own == nullptr) return nullptr;
+  std::byte* const first = own.get();
+  *buffer = {first, rounded, std::move(own)};
+  return first;
 }
-
-std::byte* Scratch::source(size_t bytes) noexcept { return grow(&source_, &source_bytes_, bytes); }
-
-std::byte* Scratch::target(size_t bytes) noexcept { return grow(&target_, &target_bytes_, bytes); }
-
-std::byte* Scratch::run(size_t bytes) noexcept { return grow(&run_, &run_bytes_, bytes); }
 
 void PageRun::reset(uint32_t first, uint32_t count, uint32_t layers) {
   slot = first;

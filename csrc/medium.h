@@ -12,15 +12,15 @@
 namespace stepwell {
 
 // A worker's private memory: one page-sized, 4096-aligned buffer for a source, one for a target, and the checksums of
-// both; and one buffer for the pages of a run. From 512 KiB on a buffer is of whole huge pages, where the kernel gives
-// them. Allocated on first use, grown never shrunk; owned by one worker, so it stays valid while a stalled call writes
-// to it.
+// both; and one buffer for the pages of a run. From 64 KiB on they lie in huge pages, where the kernel gives them:
+// all in one as long as they fit, the others in whole ones of their own. Allocated on first use, grown never shrunk;
+// owned by one worker, so it stays valid while a stalled call writes to it.
 class Scratch {
  public:
   // Null where memory is short: the caller reports kIOError.
-  std::byte* source(size_t bytes) noexcept;
-  std::byte* target(size_t bytes) noexcept;
-  std::byte* run(size_t bytes) noexcept;
+  std::byte* source(size_t bytes) noexcept { return grow(&source_, bytes); }
+  std::byte* target(size_t bytes) noexcept { return grow(&target_, bytes); }
+  std::byte* run(size_t bytes) noexcept { return grow(&run_, bytes); }
   std::vector<uint32_t> source_checksums;
   std::vector<uint32_t> target_checksums;
 
@@ -28,9 +28,16 @@ class Scratch {
   struct Free {
     void operator()(std::byte* memory) const noexcept;
   };
-  static std::byte* grow(std::unique_ptr<std::byte, Free>* memory, size_t* have, size_t want) noexcept;
-  std::unique_ptr<std::byte, Free> source_, target_, run_;
-  size_t source_bytes_ = 0, target_bytes_ = 0, run_bytes_ = 0;
+  using Memory = std::unique_ptr<std::byte, Free>;
+  struct Buffer {
+    std::byte* first = nullptr;
+    size_t bytes = 0;
+    Memory own;  // null: it lies in the common huge page
+  };
+  std::byte* grow(Buffer* buffer, size_t want) noexcept;
+  Memory common_;  // one huge page
+  size_t common_taken_ = 0;
+  Buffer source_, target_, run_;
 };
 
 // A page that can be read: contiguous canonical bytes and the layer checksums they must have.

@@ -32,31 +32,53 @@ uint64_t beyond(const std::byte* memory, uint64_t alignment) { return reinterpre
 
 }  // namespace
 
-TEST_CASE("a worker's buffer is of whole huge pages from 512 KiB on, whatever it is for") {
+TEST_CASE("a worker's buffers of 64 KiB and more lie in one huge page as long as they fit") {
   Scratch scratch;
-  std::byte* const source = scratch.source(512 << 10);
+  std::byte* const source = scratch.source(64 << 10);
+  std::byte* const target = scratch.target((64 << 10) + 1);
+  std::byte* const run = scratch.run(1 << 20);
+  CHECK(beyond(source, kHugePage) == 0);
+  CHECK(target == source + (64 << 10));
+  CHECK(run == target + (68 << 10));
+  if (kernel_has_huge_pages()) CHECK(is_advised(source));
+  std::memset(source, 1, 64 << 10);
+  std::memset(target, 2, 68 << 10);
+  std::memset(run, 3, 1 << 20);
+  CHECK(source[(64 << 10) - 1] == std::byte{1});
+  CHECK(target[0] == std::byte{2});
+  CHECK(target[(68 << 10) - 1] == std::byte{2});
+  CHECK(scratch.run(1 << 20) == run);
+}
+
+TEST_CASE("a worker's buffers that do not fit into one huge page are of whole ones") {
+  Scratch scratch;
+  std::byte* const source = scratch.source(2 << 20);
   std::byte* const target = scratch.target((2 << 20) + 4096);
   std::byte* const run = scratch.run(1 << 20);
   for (std::byte* const buffer : {source, target, run}) {
     REQUIRE(beyond(buffer, kHugePage) == 0);
     if (kernel_has_huge_pages()) CHECK(is_advised(buffer));
   }
-  std::memset(source, 1, kHugePage);  // what it was rounded up to is its own
-  std::memset(target, 2, 2 * kHugePage);
+  std::memset(source, 1, kHugePage);
+  std::memset(target, 2, 2 * kHugePage);  // what it was rounded up to is its own
   std::memset(run, 3, kHugePage);
   CHECK(source[kHugePage - 1] == std::byte{1});
   CHECK(target[2 * kHugePage - 1] == std::byte{2});
 }
 
-TEST_CASE("a worker's small buffer is aligned for direct I/O, and any buffer grows and never shrinks") {
+TEST_CASE("a worker's buffer is aligned for direct I/O, and grows and never shrinks") {
   Scratch scratch;
   std::byte* const small = scratch.source(5000);
   CHECK(beyond(small, 4096) == 0);
   CHECK(scratch.source(8192) == small);  // it was rounded up
-  std::byte* const grown = scratch.source(1 << 20);
-  CHECK(beyond(grown, kHugePage) == 0);
-  CHECK(scratch.source(kHugePage) == grown);
-  CHECK(scratch.source(1) == grown);
+  std::byte* const grown = scratch.source(100 << 10);
+  std::byte* const large = scratch.source(3 << 20);
+  CHECK(beyond(grown, 4096) == 0);
+  CHECK(beyond(large, kHugePage) == 0);
+  std::memset(large, 1, 2 * kHugePage);
+  CHECK(scratch.source(2 * kHugePage) == large);
+  CHECK(scratch.source(1) == large);
+  CHECK(scratch.source(0) == large);
 }
 
 TEST_CASE("a buffer that there is no memory for is null, and the one before stays") {

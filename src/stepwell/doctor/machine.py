@@ -350,8 +350,8 @@ def check_huge_pages(needs: Needs, root: Path) -> Finding:
         return warn(
             "huge pages",
             found,
-            why="the host tier, the page table and the buffers of disk reads ask for them: with 4 KiB pages, gathering and "
-            "scattering pieces of 1 to 16 KiB was measured at 0.4 to 0.9 of the speed, a disk at 0.4 to 0.6",
+            why="the host tier, the page table and the buffers of disk pages ask for them: with 4 KiB pages, gathering "
+            "and scattering pieces of 1 to 16 KiB was measured at 0.4 to 0.9 of the speed, a disk at 0.4 to 0.6",
             remedy=f"echo madvise > {folder / 'enabled'}  # as root, on the host of a container",
         )
     return ok("huge pages", found)

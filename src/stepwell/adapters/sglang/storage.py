@@ -683,9 +683,9 @@ class _Says:
 
 
 _IO_THREADS: Final = 4
-"""They wait more than they compute, and SGLang asks for 128 pages at once. Cold reads beside plain files read by 8
-threads, two runs of bench_sglang.py's backends: 2 threads 0.63 and 1.05 of their speed at 64 KiB, 4 threads 1.10 and
-1.27, 8 threads 0.84 and 0.81; at 2 MiB 0.76 and 0.78, 0.94 and 0.86, 1.00 and 0.86."""
+"""They wait more than they compute, and SGLang asks for 128 pages at once. Cold reads of pages of 2 MiB beside plain
+files read by 8 threads, two interleaved runs on a busy machine of 2 cores: with 2 threads 2.2 and 3.8 times as fast,
+with 4 threads 1.8 and 3.1, with 8 threads 4.2 and 1.6. That is no order above the noise: a page is one request."""
 _BATCH_PAGES: Final = 128  # STORAGE_BATCH_SIZE, hicache_storage.py:21
 _LEAST_STAGING: Final = 256 << 20
 _USUAL_VOLUME: Final = 64 << 20  # of small directories: docs/configuration.md
