@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,10 @@ class Deployment:
     def flags(self) -> Flags:
         """What SGLang is given to choose it."""
         return self.store.flags()
+
+    def with_settings(self, **settings: Any) -> Deployment:
+        """Give stepwell further settings of its own."""
+        return replace(self, store=replace(self.store, settings={**self.store.settings, **settings}))
 
     def start(self, start: Start, model: Path, **more: Any) -> EngineProcess:
         """Start an engine."""
@@ -71,6 +75,16 @@ def assert_from_storage(answered: Answered, warm: Answered) -> None:
     assert answered.storage == HIT, answered.details
     assert answered.tokens == warm.tokens
     assert answered.logprobs == warm.logprobs
+
+
+def until_found(engine: EngineProcess, tokens: list[int], **options: Any) -> Answered:
+    """Ask again until a neighbour's pages have been seen: a store looks for them now and then, not at each question."""
+    for _ in range(50):
+        answered = engine.generate(tokens, **options)
+        if answered.storage == HIT:
+            return answered
+        engine.flush()
+    raise AssertionError(f"what another process stored was not found: {answered.details}")
 
 
 def assert_close(one: Answered, other: Answered) -> None:

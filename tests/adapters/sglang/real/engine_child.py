@@ -88,10 +88,13 @@ class Commands:
             "update": self.update,
         }[name]
 
-    def generate(self, prompt: list[int], tokens: int) -> Answer:
+    def generate(self, prompt: list[int], tokens: int, replica: int | None) -> Answer:
         """Continue a prompt greedily. Returns: tokens, their logprobs, and where the prompt's cached part came from."""
         out = self._engine.generate(
-            input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": tokens}, return_logprob=True
+            input_ids=prompt,
+            sampling_params={"temperature": 0, "max_new_tokens": tokens},
+            return_logprob=True,
+            routed_dp_rank=replica,
         )
         meta = out["meta_info"]
         return {

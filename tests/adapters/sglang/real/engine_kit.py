@@ -91,10 +91,14 @@ class _Family:
 
     def kill(self) -> None:
         """End all of it at once, by SIGKILL."""
-        for process in self._family():
+        family = self._family()
+        left = {path for process in family for path in _shared_files(process)}
+        for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         self._process.join(30)
+        for path in left:
+            Path(path).unlink(missing_ok=True)
 
     def _family(self) -> list[psutil.Process]:
         """Find its processes: children whose parent has ended are still of its session."""
@@ -134,13 +138,13 @@ class EngineProcess(_Family):
         """Wait until it is up. Raises: EngineFailedError when it did not start."""
         self._receive("ready", START_SECONDS)
 
-    def generate(self, prompt: list[int], tokens: int = 8) -> Answered:
-        """Continue a prompt greedily."""
-        return self._answered(self.ask("generate", prompt=prompt, tokens=tokens))
+    def generate(self, prompt: list[int], tokens: int = 8, *, replica: int | None = None) -> Answered:
+        """Continue a prompt greedily. replica: of data-parallel ones, which."""
+        return self._answered(self.ask("generate", prompt=prompt, tokens=tokens, replica=replica))
 
     def start_to_generate(self, prompt: list[int], tokens: int = 8) -> None:
         """Ask for it, and do not wait: `generated` does."""
-        self._connection.send(("generate", {"prompt": prompt, "tokens": tokens}))
+        self._connection.send(("generate", {"prompt": prompt, "tokens": tokens, "replica": None}))
 
     def generated(self) -> Answered:
         """Wait for what was asked for."""
@@ -267,6 +271,13 @@ class Server(_Family):
         while self.ask("POST", "/flush_cache", admin=True)[0] != 200:
             assert time.monotonic() < deadline, "the server was never idle: a page never arrived anywhere"
             _PAUSE.wait(0.05)
+
+
+def _shared_files(process: psutil.Process) -> list[str]:
+    """Find SGLang's own files in shared memory, which outlive a kill (managers/load_snapshot.py:303)."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/sglang_")]
+    return []
 
 
 def _forkserver() -> Any:

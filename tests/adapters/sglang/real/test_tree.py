@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import sglang_here  # noqa: F401  # skips this module where SGLang is not
 import torch
-from backends import THRESHOLD_TOKENS, Store
+from backends import THRESHOLD_TOKENS, Flags, Store
 from tree_kit import Shape, Tree, configure_process, prompt, tree
 
 configure_process()
@@ -117,6 +117,25 @@ def test_a_backend_is_attached_and_detached_and_cleared_while_the_tree_lives(sto
         only.reset()
         assert only.cache.clear_storage_backend()
         assert only.prefetch(tokens) == 0
+
+
+@pytest.mark.parametrize("store", ["stepwell-disk"], indirect=True)
+def test_loads_are_bound_by_the_timeouts_that_were_given_when_the_backend_was_attached(
+    store: Store, model: Path
+) -> None:
+    # A backend is not told of them: unified_cache/storage_attachment.py:121 takes them out, :181 tells the tree.
+    flags = store.flags()
+    later = Flags(flags.name, flags.extra | {"prefetch_timeout_base": 3, "prefetch_timeout_per_ki_token": 8})
+    shape = Shape(model=model)
+    with tree(shape, flags) as only:
+        for base, per_ki_token in ((1.0, 0.25), (3.0, 8.0)):
+            patience = only.storage._members["kv"].bound.patience
+            assert (patience.seconds, patience.per_page) == (base, per_ki_token * shape.page / 1024)
+            cache = only.cache
+            assert (cache.prefetch_timeout_base, cache.prefetch_timeout_per_page) == (base, patience.per_page)
+            assert only.detach()[0]
+            attached, message = only.attach(later)
+            assert attached, message
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)
