@@ -2,24 +2,27 @@
 
 Whoever reads only this file knows what a store does with a page. The model has no bytes and no threads, and counts
 slots without placing them. What is the store's to choose (which copy is made first, how many pages leave to make room)
-it is told in `see`; it refuses with `BrokenPromise` what no rule allows.
+it is told in `see`; it refuses with `BrokenPromise` what no rule allows. So this file says what a store may do; that
+what was asked for is also done (a save that was not refused arrives, a page that is forgotten leaves) operations.py
+asks of it, in the words of this file, and caller.py compares the bytes.
 
 Words. A page is the KV cache of some tokens of a prompt. Its key follows from its namespace (whose prompts these are)
-and from all tokens up to its last one: the pages of a prompt are a chain, in which each one continues its parent, and
-two namespaces share none. Tiers, the nearest to the computation first: DEVICE (its memory, where sequences also compute
-into slots of their own), HOST (memory of the process), SHARED (memory that outlives it), DISK. The keeping ones are
-those that saves write to: all but DEVICE. The epoch says with which weights a page was computed; its user sets it. A
-step is one call, or one round of the store's own work, as if nobody did anything else meanwhile; what threads see is
-held to the same rules by recorder.py, which looks for an order of their calls.
+and from all tokens up to its last one, or is given to save_keys by who vouches for that: the pages of a prompt are a
+chain, in which each one continues its parent, and two namespaces share none. Tiers, the nearest to the computation
+first: DEVICE (its memory, where sequences also compute into slots of their own), HOST (memory of the process), SHARED
+(memory that outlives it), DISK. The keeping ones are those that saves write to: all but DEVICE. The epoch says with
+which weights a page was computed; its user sets it. A step is one call, or one round of the store's own work, as if
+nobody did anything else meanwhile; what threads see is held to the same rules by recorder.py, which looks for an order
+of their calls.
 
     call                       what it does with pages
     save, save_keys            wants each page of a chain in each keeping tier where it is ABSENT; makes room for it
     match, load, load_keys     finds the leading run (5), pins it where it was found, brings its bytes to the caller,
                                and may bring copies nearer, for which room is made
     probe                      finds the run, keeps it (13), and may bring copies nearer
-    pin                        keeps the run in some tier until it is let go, or for a time
-    forget, evict, clear       take out the pages of a chain; those that are next to leave; all
-    set_epoch; open, crash     turn; appear, crash
+    pin                        keeps the leading pages that are here or on their way, each where a keeping tier has it
+    forget, evict, clear       take out the pages of a chain; those that are next to leave; all that may leave
+    set_epoch; open, crash     make pages of other epochs misses (12); find what a process has left (8)
 
     what keeps a page          where                       until                             yields to
     a match, a load (`pins`)   in the tier it was found    it is closed, its epoch ends      damage
@@ -27,34 +30,36 @@ held to the same rules by recorder.py, which looks for an order of their calls.
     pin() (`holds`)            the last keeping copy       let go, its time, its epoch ends  damage
     a probe (`asked`)          in every tier               see 13                            damage, room, forget, clear
 
-That what was asked for is also done (a save that was not refused arrives, a page that is forgotten leaves) is asked of
-the store by operations.py, in the words of this file. The promises, each with the place where it is held to:
+The promises, each with the place where it is held to:
 
-    1  Immutable: a page is its key. Whoever saves a key that is here, or on its way, changes nothing.      claimable
-    2  Resident means readable: complete, verified, of this epoch. Nothing is resident that did not arrive,
-       nothing arrives that nobody wants, and after a step no page is LEAVING.                                    see
+    1  Immutable: a page is its key. A save writes nothing in a tier that has it, in whatever state.        claimable
+    2  Resident means readable: complete, of this epoch, and verified when it arrived; who loads it verifies it
+       again. Nothing is resident that did not arrive, nothing is brought that nobody wants, and after a step
+       no page is LEAVING.                                                                                        see
     3  A pinned page stays where it is pinned, unless it is found damaged. A pin() keeps the last copy in a
        keeping tier.                                                                                           _leave
     4  Slots add up: free + arriving + resident + leaving + quarantined = capacity.                           adds_up
     5  A match ends at the first page that no tier has. It says why, and finds each page in the nearest tier.    find
     6  Full is returned, not raised: a page is refused only where nothing more could leave. Pages that are
-       saved together, and those that the store is carrying, do not have to leave for one another.         may_refuse
-    7  A page whose transfer failed, or was given up, is ABSENT there, as before it.                               see
+       saved together do not have to leave for one another, nor those that the store is carrying.        may_refuse
+    7  A page whose transfer failed is ABSENT there, as before it; one that was given up may arrive still.         see
     8  The end of a process (not of the machine) keeps what was resident in shared memory and on disk, of
-       whatever epoch, and brings back nothing else.                                                            crash
+       whatever epoch, and brings back nothing else but what was quarantined, or is owed (11).                  crash
     9  A damaged copy is found by who reads it, is quarantined, and is not offered again by this process; the
        other tiers' copies are.                                                                             find, see
-    10 The page that leaves is the one used longest ago, and never before a page that continues it and may
-       leave; one whose parent is nowhere when it arrives leaves first.                              _leave, _arrival
+    10 The page that leaves for room is the one used longest ago, and never before a page that continues it and
+       may leave; one whose parent is nowhere when it arrives leaves first. Those that probes keep, and those that
+       the store is carrying, may be passed by.                                                      _leave, _arrival
     11 What is forgotten is in no tier afterwards, but for what is pinned; evict and clear take only what may
        leave (Step.named, operations.py). That the end of the process does not bring it back (8) holds from
-       when no slot is owed (stats()): where the disk hangs, these calls return before.                        _leave
+       when its slot is no longer owed, that is, its record is gone from the disk too (stats() counts those that
+       are): where the disk hangs, these calls return before.                                                  _leave
     12 A page of another epoch is a miss, and pins end with their epoch. Once the epoch is its own again, also
        after a restart, it is found unless it has left.                                                   turn, crash
     13 What a probe has found stays: each page once, until the latest end that was asked for, or until a get
        has brought it, or found it damaged. It may end before where a tier needs the room and has nothing else
        to give, and does where probes would keep more of a tier than they may: what was asked for longest ago
-       first. Forget and clear end it.                                                             ask, deliver, keep
+       first. Forget, clear and the end of the epoch end it.                                       ask, deliver, keep
 
 A page is used by every look-up that finds it, every save that names it, and every pin(). What a load delivers, and that
 no byte lands after its deadline or in memory that was given back, is held to in caller.py; it compares bytes. `world`
