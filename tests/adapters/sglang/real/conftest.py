@@ -52,8 +52,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    """Start engines; those left running are killed."""
+def start(tmp_path: Path, model: Path) -> Iterator[Any]:
+    """Start engines; those left running are killed.
+
+    The model is older than the process of which they are forks: stepwell trusts no files that are newer.
+    """
     from engine_kit import engines
 
     with engines(tmp_path) as begin:

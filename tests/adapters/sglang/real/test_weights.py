@@ -7,13 +7,26 @@ and the pages' hashes do not know the weights. HiCacheFile serves the old pages.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
 import sglang_here  # noqa: F401  # skips this module where SGLang is not
-from deployment_kit import HIT, Deployment, Start, assert_close, assert_from_storage, is_close, over, prompt
-from engine_kit import Answered
+from deployment_kit import (
+    HIT,
+    Deployment,
+    Start,
+    assert_close,
+    assert_from_storage,
+    is_close,
+    over,
+    prompt,
+    until_found,
+)
+from engine_kit import Answered, EngineFailedError
 from model_kit import Llama
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +111,56 @@ def test_an_update_that_does_not_flush_leaves_no_old_page_under_the_new_name(
     restarted.flush()
     assert restarted.update(other, version="v2")["success"]
     assert_close(restarted.generate(prompt(1)), truth[other])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@over("A", "B")
+def test_engines_that_took_the_same_version_of_the_same_weights_share_its_pages(
+    deployment: Deployment, start: Start, model: Path, other: Path, truth: dict[Path, Answered], ranks: int
+) -> None:
+    # The version is told with the update (managers/io_struct.py: UpdateWeightFromDiskReqInput.weight_version); what it
+    # counts from is stepwell's `weights_id`.
+    deployment = deployment.with_settings(weights_id="run-1")
+    more = {"tp_size": ranks, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}} if ranks > 1 else {}
+    first, second = deployment.start(start, model, **more), deployment.start(start, model, **more)
+    assert first.update(other, version="v2")["success"]
+    first.generate(prompt(1))
+    warm = first.generate(prompt(1))
+    assert_close(warm, truth[other])
+    first.flush()
+    assert_from_storage(until_found(first, prompt(1)), warm)
+    before = second.generate(prompt(1))
+    assert before.storage == 0
+    assert_close(before, truth[model])
+    second.flush()
+    assert second.update(other, version="v2")["success"]
+    assert_from_storage(until_found(second, prompt(1)), warm)
+
+
+@pytest.mark.long
+@over("A", "B")
+def test_an_update_that_fails_half_way_leaves_no_page_of_it_under_any_name(
+    deployment: Deployment, start: Start, model: Path, other: Path, tmp_path: Path
+) -> None:
+    # model_runner_components/weight_updater.py:216-238: SGLang has written a part by then, and to go back it reads the
+    # path of the failed ones again (:193), so that the scheduler dies of the second failure.
+    half = tmp_path / "half"
+    shutil.copytree(other, half)
+    weights = load_file(half / "model.safetensors")
+    last = "model.norm.weight"  # loaders of larger ones pad what is too small on a CPU
+    assert last == max(weights)
+    save_file(weights | {last: weights[last][1:].contiguous()}, half / "model.safetensors", {"format": "pt"})
+    engine = deployment.start(start, model)
+    engine.generate(prompt(1))
+    warm = engine.generate(prompt(1))
+    engine.flush()
+    with contextlib.suppress(EngineFailedError):
+        assert not engine.update(half, version="v2")["success"]
+        assert engine.generate(prompt(1)).storage == 0
+    engine.kill()
+    again = deployment.start(start, model)
+    assert_from_storage(again.generate(prompt(1)), warm)
 
 
 @over(more=("file",))
