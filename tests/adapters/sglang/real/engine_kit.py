@@ -274,9 +274,9 @@ class Server(_Family):
 
 
 def _shared_files(process: psutil.Process) -> list[str]:
-    """Find SGLang's own files in shared memory, which outlive a kill (managers/load_snapshot.py:303)."""
+    """Find SGLang's own files in shared memory, which outlive a kill: managers/load_snapshot.py:303, and queues."""
     with contextlib.suppress(psutil.Error, OSError):
-        return [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/sglang_")]
+        return [each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/sgl")]
     return []
 
 
