@@ -20,12 +20,12 @@ from msgspec import structs
 
 from restart_kit import left_by_a_death, order_of
 from stepwell import _core
+from stepwell import store as store_module
 from stepwell.clock import ManualClock
 from stepwell.config import DiskTier, SharedTier, StoreConfig
 from stepwell.hashing import prefix_hashes
 from stepwell.index import Tier
 from stepwell.store import PageStore
-from stepwell.tiers import volume_tier
 from stepwell.tiers.directory import Machine
 from stepwell.tiers.volume_files import header_checksum
 from store_kit import GEOMETRY, PAGE_TOKENS, VOLUME_BYTES, Directories, OpenRig, Rig, chain
@@ -395,7 +395,7 @@ def test_after_another_boot_no_page_is_served_unverified(
     harm_at_random(path, rng, flips=60, first=4096)
     for pages in directories.volumes("pages"):
         harm_at_random(pages, rng, flips=60)
-    monkeypatch.setattr(volume_tier, "Machine", lambda clock: Machine(clock=clock, boot_id=lambda: b"\5" * 16))
+    monkeypatch.setattr(store_module, "Machine", lambda clock: Machine(clock=clock, boot_id=lambda: b"\5" * 16))
     caplog.set_level(logging.INFO, "stepwell")
     rig = open_rig(config)
     lines = [line for line in caplog.messages if "another boot" in line]

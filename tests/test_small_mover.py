@@ -35,7 +35,9 @@ FAULTS = {
         [
             (
                 "                if not self.is_stopped:\n                    for page in pages:\n",
+                # It waits, so that who looks sees it, however busy the machine is.
                 "                if not self.is_stopped:\n                    self.layers_done = layer + 1\n"
+                "                    threading.Event().wait(0.001)\n"
                 "                    for page in pages:\n",
             )
         ],

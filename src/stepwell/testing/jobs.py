@@ -53,7 +53,7 @@ class _Worker:
     def __init__(self, seed: int) -> None:
         # Out of the terminal's group: ctrl-C is told to workers by whoever began them, once.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(seed)],
+            [sys.executable, "-P", "-m", __name__, str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
