@@ -133,6 +133,27 @@ def sglang_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+SGLANG_CALLS = {"shm": ("set", "get", "hit", "exists"), "disk": ("set + sync", "get", "hit", "exists")}
+
+
+def sglang_summary(result: dict[str, Any]) -> str:
+    """Return README's table of a result of bench_sglang.py: medians of how many times as fast stepwell was. On disk
+    without a shared tier above it."""
+    layouts = list(dict.fromkeys(cell["layout"] for cell in result["cells"]))
+    rows: dict[str, list[str]] = {}
+    for cell in result["cells"]:
+        for call in SGLANG_CALLS[cell["place"]]:
+            by_mine = cell["times_as_fast"].get(call)
+            if by_mine is None:
+                continue
+            by_peer = next(by_peer for mine, by_peer in by_mine.items() if "shared" not in mine or cell["place"] == "shm")
+            pages = "1,000 keys" if call == "exists" else f"{cell['page_kib']} KiB"
+            row = f"{'/dev/shm' if cell['place'] == 'shm' else 'disk'}, {pages}: {call}"
+            rows.setdefault(row, []).append(" / ".join(f"{by_peer[peer][0]:.2g}" for peer in ("HiCacheFile", "plain")))
+    lines = ["| | " + " | ".join(layouts) + " |", "|---|" + "---|" * len(layouts)]
+    return "\n".join(lines + [f"| {row} | " + " | ".join(values) + " |" for row, values in rows.items()])
+
+
 TIER_COLUMNS = (
     "copy",
     "memcpy",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -39,3 +41,15 @@ def test_the_arithmetic_of_a_page_holds() -> None:
     )
     assert geometry.page_bytes == 2 << 20
     assert 192 + 4 * len(geometry.layer_bytes) + 16 == 336
+
+
+def test_the_table_of_sglang_is_that_of_the_kept_result() -> None:
+    path = README.parent / "benchmarks"
+    spec = importlib.util.spec_from_file_location("kept", path / "kept.py")
+    assert spec is not None
+    assert spec.loader is not None
+    kept = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kept)
+    result = json.loads((path / "results" / "sglang.json").read_text())
+    assert kept.sglang_summary(result) in README.read_text()
+    assert f"commit {result['machine']['commit']}, SGLang" in README.read_text()

@@ -128,4 +128,7 @@ def test_the_doctor_checks_the_tiers_of_the_extra_config_and_no_others(
     assert str(tmp_path / "disk") in found["disk directory"]
     assert (asked["has_config"], asked["shared_bytes"]) == (True, None)
     assert main(["doctor", "--no-round", "--hicache-storage-backend-extra-config", "{"]) == 1
-    assert "[fail] SGLang extra config: not JSON" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "[fail] SGLang extra config: not JSON" in said
+    assert "not checked: the extra config would be refused" in said
+    assert "/dev/shm/stepwell" not in said

@@ -66,18 +66,24 @@ def run(options: argparse.Namespace) -> int:
     config, arguments = options.config, options.set
     environ: dict[str, str] | None = None
     judged: list[Finding] = []
+    is_refused = False
     if options.hicache_storage_backend_extra_config is not None:
         judged, tiers = _extra_config(options.hicache_storage_backend_extra_config)
-        if tiers is not None:  # inside SGLang neither a file nor a variable of stepwell's is read
-            config, environ, arguments = os.devnull, {}, [*tiers, *options.set]
+        is_refused = tiers is None
+        # Inside SGLang neither a file nor a variable of stepwell's is read.
+        config, environ, arguments = os.devnull, {}, [*(tiers or ()), *options.set]
     with ended_in_order():
-        checks = diagnose(
-            config,
-            environ=environ,
-            arguments=arguments,
-            shared=options.shared,
-            disk=options.disk,
-            with_round=not options.no_round,
+        checks = (
+            _unchecked()
+            if is_refused
+            else diagnose(
+                config,
+                environ=environ,
+                arguments=arguments,
+                shared=options.shared,
+                disk=options.disk,
+                with_round=not options.no_round,
+            )
         )
         with closing(checks):
             of_sglang = _sglang(options, config, environ, arguments) if options.sglang else ()
@@ -95,6 +101,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"{counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail")
     return 1 if counts["fail"] else 0
+
+
+def _unchecked() -> Iterator[Finding]:
+    """Say that tiers that nobody would open are not tried, nor any others in their place."""
+    from stepwell import Finding
+
+    yield Finding("warn", "machine and tiers", "not checked: the extra config would be refused", "", "mend it first")
 
 
 def _extra_config(given: str) -> tuple[list[Finding], list[str] | None]:
