@@ -239,6 +239,7 @@ def from_mapping(values: Mapping[str, Any]) -> StoreConfig:
 
     Raises:
         StepwellUsageError: an unknown name (the nearest known one is named), a wrong type, a value out of range.
+        BudgetError: a tier that is smaller than one page or volume of it.
     """
     sources = Sources()
     sources.add(_flatten(values, lambda path: Origin("argument", "argument")))
@@ -514,7 +515,7 @@ def _as_mapping(value: Any) -> Mapping[str, Any] | None:
 
 def _unknown(path: tuple[str, ...]) -> str:
     """Say that a name is none of the schema, and which one is nearest: in its table, else anywhere."""
-    name = ".".join(path)
+    name = ".".join(map(str, path))  # YAML has keys that are no text
     names = [*(".".join(known) for known in setting_names()), *_TABLES]
     same = [known for known in names if known.rpartition(".")[2] == path[-1]]  # right, but in another table or none
     if same:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
+import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,8 +48,12 @@ def check_extra_config(given: str) -> tuple[list[sw.Finding], SglangSettings | N
         passes_prefixes = extra.pop(_PASS, False)
         settings = read_settings(extra)
         config = _config_of(settings)
-    except sw.StepwellUsageError as error:
-        return [sw.Finding("fail", SUBJECT, str(error), _WHY, f"{FLAG} as in docs/sglang.md")], None
+    except (sw.StepwellUsageError, sw.StepwellError) as error:
+        return _refusal(str(error)), None
+    except RecursionError:
+        return _refusal("it is nested too deep, or holds itself"), None
+    except UnicodeEncodeError as error:
+        return _refusal(f"{error.object!a:.60} holds half of a surrogate pair, which is no text"), None
     if not settings.zero_copy:
         found.append(
             _warn(
@@ -78,6 +83,12 @@ def check_extra_config(given: str) -> tuple[list[sw.Finding], SglangSettings | N
     return found, settings
 
 
+def _refusal(found: str) -> list[sw.Finding]:
+    # What cannot be printed may be quoted in it: JSON has escapes for halves of surrogate pairs.
+    printable = found.encode(errors="backslashreplace").decode()
+    return [sw.Finding("fail", SUBJECT, printable, _WHY, f"{FLAG} as in docs/sglang.md")]
+
+
 def tiers_as_arguments(settings: SglangSettings) -> list[str]:
     """Return the stores' settings as NAME=VALUE; tiers that lie in directories and are not named are none."""
     arguments: list[str] = []
@@ -99,20 +110,25 @@ def _read(given: str) -> dict[str, Any]:
     """Read the text or the file."""
     if not given.startswith("@"):
         try:
-            return _as_table(json.loads(given), "the text")
-        except json.JSONDecodeError as error:
-            hint = f"; a file is given as @{given}" if Path(given).is_file() else ""
+            value = json.loads(given)
+        except ValueError as error:
+            # Not Path.is_file(): it raises where the text is longer than a name may be.
+            hint = f"; a file is given as @{given}" if os.path.isfile(given) else ""
             raise sw.StepwellUsageError(f"not JSON: {error}{hint}") from error
+        return _as_table(value, "the text")
     path = Path(given[1:])
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise sw.StepwellUsageError(f"{path}: SGLang reads files that end in {', '.join(_READERS)}")
     try:
-        return _as_table(reader(path.read_text()), str(path))
+        value = reader(path.read_text())
     except OSError as error:
         raise sw.StepwellUsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except sw.StepwellUsageError:  # a ValueError too
+        raise
     except ValueError as error:
         raise sw.StepwellUsageError(f"{path} is no {path.suffix[1:].upper()}: {error}") from error
+    return _as_table(value, str(path))
 
 
 def _read_yaml(text: str) -> Any:
@@ -150,7 +166,7 @@ def _take_sglangs(extra: dict[str, Any]) -> tuple[float, float]:
     timeout = []
     for name, default in zip(("prefetch_timeout_base", "prefetch_timeout_per_ki_token"), DEFAULT_TIMEOUT, strict=True):
         seconds = extra.pop(name, default)
-        if not isinstance(seconds, int | float) or not (math.isfinite(seconds) and seconds >= 0):
+        if not isinstance(seconds, int | float) or not 0 <= seconds <= sys.float_info.max:
             raise sw.StepwellUsageError(f"{name} is {seconds!r}; give seconds, 0 or more")
         timeout.append(float(seconds))
     extra.pop("tp_lcm_size", None)

@@ -117,6 +117,6 @@ def read_settings(extra: Mapping[str, Any] | None) -> SglangSettings:
     return SglangSettings(adapter, tiers, bool(extra.get("interface_v1", 0)))
 
 
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def _nearest(name: object, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)  # YAML has keys that are no text
     return f"; did you mean {close[0]}?" if close else f"; the keys are {', '.join(known)}"
