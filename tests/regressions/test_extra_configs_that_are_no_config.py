@@ -58,6 +58,6 @@ def test_keys_that_are_no_text_name_no_setting() -> None:
     tier = {"capacity": "1GiB"}
     for extra in ({**GOOD, 1: 2}, {"stepwell": {"shared": tier, None: 2}}):
         with pytest.raises(StepwellUsageError, match="is no key of it|names no setting"):
-            read_settings(extra)  # type: ignore[arg-type]
+            read_settings(extra)
     with pytest.raises(StepwellUsageError, match=r"shared\.1 names no setting"):
         from_mapping({"shared": {**tier, 1: 2}})

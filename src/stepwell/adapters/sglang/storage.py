@@ -380,13 +380,22 @@ class StepwellStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Drop every page in this engine's own volumes (POST /hicache/storage-backend/clear).
 
-        No call finds them from then on. It waits for the disk to have it, for set_timeout at most, all pools together:
-        where the disk hangs, or refuses, a crash before it has it brings them back (PageStore.clear). What fails
-        raises: SGLang says so in its log (storage_attachment.py:249).
+        No call finds them from then on. It waits for what is on its way, and for the disk to have it, for set_timeout
+        at most, all pools together: where the disk hangs, or refuses, a crash before it has it brings them back
+        (PageStore.clear). What fails raises: SGLang says so in its log (storage_attachment.py:249).
         """
         limit = time.monotonic() + self._settings.adapter.set_timeout
-        for member in list(self._members.values()):
-            member.store.clear(deadline=max(0.0, limit - time.monotonic()))
+
+        def left() -> float:
+            return max(0.0, limit - time.monotonic())
+
+        stores = [member.store for member in list(self._members.values())]
+        for store in stores:
+            store.clear(deadline=left())
+        # It passes by what is being read ahead for the last hits, or saved.
+        for store in stores:
+            store.flush(timeout=left())
+            store.clear(deadline=left())
 
     def get_stats(self) -> StepwellMetrics | None:
         """Return what was moved since the last call, and what the stores hold and have done.
