@@ -146,7 +146,7 @@ def sglang_summary(result: dict[str, Any]) -> str:
             by_mine = cell["times_as_fast"].get(call)
             if by_mine is None:
                 continue
-            by_peer = next(by_peer for mine, by_peer in by_mine.items() if "shared" not in mine or cell["place"] == "shm")
+            by_peer = next(times for mine, times in by_mine.items() if cell["place"] == "shm" or "shared" not in mine)
             pages = "1,000 keys" if call == "exists" else f"{cell['page_kib']} KiB"
             row = f"{'/dev/shm' if cell['place'] == 'shm' else 'disk'}, {pages}: {call}"
             rows.setdefault(row, []).append(" / ".join(f"{by_peer[peer][0]:.2g}" for peer in ("HiCacheFile", "plain")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if counts["fail"] else 0
 
 
-def _unchecked() -> Iterator[Finding]:
+def _unchecked() -> Generator[Finding, None, None]:
     """Say that tiers that nobody would open are not tried, nor any others in their place."""
     from stepwell import Finding
 
