@@ -367,9 +367,18 @@ class Caller:
             key for key, tier in zip(keys, tiers, strict=bool(tiers)) if self.model.states(key)[tier] != RESIDENT
         )
         self.model.carried.update(each.doubtful)
+        self.join(keys, tiers)
         self.running.append(each)
         self.doubt()
         return each
+
+    def join(self, keys: Sequence[bytes], tiers: Sequence[int | None]) -> None:
+        """Let pages stay that a load finds on disk and that were begun to come nearer ahead of it: it waits for these,
+        and keeps them where they come until it has ended."""
+        for key, tier in zip(keys, tiers, strict=False):
+            nearer = self.model.states(key)[Tier.HOST : Tier.DISK]
+            if tier == Tier.DISK and (ARRIVING in nearer or RESIDENT in nearer):
+                self.model.carried.add(key)
 
     def misses(self) -> int:
         """Return how many pages the store has counted as missed; what stats() says of them is held to the tally's."""

@@ -382,6 +382,7 @@ class Operations:
             run = it.model.find(keys[at:], usable).pages
             it.model.use_keys(keys[at : at + run])
             at += run + 1
+        it.join(keys, before)
         missed, delivered = it.misses() - it.tally.undelivered, it.delivered() - it.tally.delivered
         with it.waiting(Step(wanted=keys, named=keys, room=True)):
             ok = it.store.load_keys(rows, into=it.blank(slots))
