@@ -27,6 +27,7 @@ from stepwell.testing.driver import (
     replay,
     show,
     shrink,
+    whole,
 )
 from stepwell.testing.jobs import DiedError, EpisodeError, in_turn, side_by_side
 
@@ -113,7 +114,7 @@ class State:
         except (ValueError, RecursionError) as error:
             raise MisuseError(f"{path} is no state of a run: {error!r}; give another file") from error
         try:
-            seed, self.totals = known["seed"], Totals.of(known)
+            seed, self.totals = whole(known["seed"]), Totals.of(known)
         except (ValueError, KeyError, TypeError) as error:
             raise MisuseError(f"{path} is no state of a run: {error!r}; give another file") from error
         if seed != self.seed:

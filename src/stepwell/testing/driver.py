@@ -76,10 +76,10 @@ class Totals:
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> Self:
         """Read what was written down. Raises: ValueError, KeyError, TypeError."""
-        steps, idle, episodes = (_whole(known[key]) for key in ("steps", "idle", "episodes"))
+        steps, idle, episodes = (whole(known[key]) for key in ("steps", "idle", "episodes"))
         operations, counted = (Counter(dict(known[key])) for key in ("operations", "counted"))
         for number in (*operations.values(), *counted.values()):
-            _whole(number)
+            whole(number)
         return cls(steps, idle, episodes, float(known["seconds"]), operations, counted)
 
     def known(self) -> dict[str, Any]:
@@ -102,7 +102,8 @@ class Totals:
         self.counted.update(other.counted)
 
 
-def _whole(number: Any) -> int:
+def whole(number: Any) -> int:
+    """Check that a number that was written down is a whole one. Raises: TypeError."""
     if not isinstance(number, int):
         raise TypeError(f"{number!r} is no whole number")
     return number
